@@ -1,0 +1,155 @@
+"""Settings: read once from Triton's ``parameters`` and the environment, validated, frozen.
+
+Parameters of config.pbtxt hold what differs per role (limits, transport, device); the environment
+holds what differs per deployment: ``TANDEM_MODEL`` (directory), ``TANDEM_SECRET``,
+``TANDEM_RUNTIME_DIR``, ``TANDEM_LOG_LEVEL``. An unknown parameter or a bad value stops the start.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from tandem.errors import ConfigError
+from tandem.types import Policy, Role
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+
+
+class Deployment(msgspec.Struct, frozen=True, kw_only=True):
+    """What every process of one deployment shares; from the environment."""
+
+    model: str
+    runtime_dir: str
+    secret: bytes
+    log_level: str = "INFO"
+
+    def __repr__(self) -> str:
+        return f"Deployment(model={self.model!r}, runtime_dir={self.runtime_dir!r})"
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``parameters`` of the prefill and decode models."""
+
+    role: Role
+    device: str = "cpu"  # cpu | cuda (the GPU of the instance)
+    dtype: str = "auto"  # auto | float32 | bfloat16 | float16
+    transport: str = "shm"
+    block_size: PositiveInt = 16  # tokens per KV block
+    kv_cache_mb: PositiveInt = 512  # MiB of the slab of one engine
+    max_model_len: PositiveInt = 2048  # prompt + output tokens of one request
+    max_num_seqs: PositiveInt = 64  # sequences an engine holds at once
+    max_num_batched_tokens: PositiveInt = 512  # tokens of one step: the prefill chunk
+    num_threads: NonNegativeInt = 0  # torch threads; 0: the engine's cores, or half of all
+    first_core: int = -1  # -1: not pinned; else instance i has cores first + i*per ...
+    cores_per_instance: PositiveInt = 1
+    lease_ttl_s: PositiveFloat = 30.0
+    pull_timeout_s: PositiveFloat = 5.0
+    orchestrator_timeout_s: PositiveFloat = 5.0  # silence after which its sequences are dropped
+    start_timeout_s: PositiveFloat = 600.0  # load time after which an engine is given up
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """All one engine process needs; travels to it over stdin, so no secret shows in ``ps``."""
+
+    deployment: Deployment
+    settings: EngineSettings
+    worker: str  # Triton's instance name, e.g. decode_0_1
+    device: str  # cpu | cuda:N
+    cores: tuple[int, ...] = ()
+    channel: str  # ZeroMQ address of the shim
+
+
+class OrchestratorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``parameters`` of the llm model."""
+
+    policy: Policy = Policy.AUTO
+    remote_prefill_min_tokens: NonNegativeInt = 128  # auto: shorter uncached prompts stay local
+    block_size: PositiveInt = 16
+    max_model_len: PositiveInt = 2048
+    default_max_tokens: PositiveInt = 256
+    max_queued_requests: PositiveInt = 1024  # more are refused with UNAVAILABLE
+    max_calls_in_flight: PositiveInt = 12  # BLS calls per pool; Triton has 32 threads for them
+    max_attempts: PositiveInt = 3  # placements of one request before it fails
+    worker_timeout_s: PositiveFloat = 3.0  # silence after which a worker counts as dead
+    max_prompt_bytes: PositiveInt = 1_000_000
+    max_stop_strings: PositiveInt = 16
+
+
+class PreprocessSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``parameters`` of the preprocess model."""
+
+    max_prompt_bytes: PositiveInt = 1_000_000
+
+
+_S = TypeVar("_S", EngineSettings, OrchestratorSettings, PreprocessSettings)
+
+
+def parse_parameters(kind: type[_S], parameters: Mapping[str, Any]) -> _S:
+    """Settings from the ``parameters`` of a Triton model config (``{name: {string_value}}``)."""
+    values = {name: value["string_value"] for name, value in parameters.items()}
+    unknown = values.keys() - set(kind.__struct_fields__)
+    if unknown:
+        known = ", ".join(kind.__struct_fields__)
+        raise ConfigError(f"unknown parameter {', '.join(sorted(unknown))}; known: {known}")
+    for name, value in values.items():
+        try:
+            msgspec.convert({name: value}, type=_single_field(kind, name), strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"parameter {name} = {value!r}: {error}") from error
+    try:
+        return msgspec.convert(values, type=kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"parameters: {error}") from error
+
+
+def _single_field(kind: type[msgspec.Struct], name: str) -> type[msgspec.Struct]:
+    field_type = next(f.type for f in msgspec.structs.fields(kind) if f.name == name)
+    return msgspec.defstruct("Parameter", [(name, field_type)])
+
+
+def deployment_from_env(environ: Mapping[str, str] = os.environ) -> Deployment:
+    """The deployment of this process; all stubs of one tritonserver get the same one."""
+    model = environ.get("TANDEM_MODEL", "")
+    if not model:
+        raise ConfigError("TANDEM_MODEL is not set: the directory of the model to serve")
+    if not (Path(model) / "config.json").is_file():
+        raise ConfigError(f"TANDEM_MODEL = {model!r}: no config.json in this directory")
+    # Stubs are children of tritonserver, so its pid names the server they belong to.
+    default_dir = f"/tmp/tandem-{os.getuid()}-{os.getppid()}"
+    runtime_dir = Path(environ.get("TANDEM_RUNTIME_DIR") or default_dir)
+    if len(str(runtime_dir)) > 60:  # unix socket paths end at 107 bytes
+        raise ConfigError(f"TANDEM_RUNTIME_DIR = {str(runtime_dir)!r}: longer than 60 characters")
+    runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if runtime_dir.stat().st_uid != os.getuid() or runtime_dir.stat().st_mode & 0o077:
+        raise ConfigError(f"{runtime_dir}: must belong to this user with mode 0700")
+    secret = environ.get("TANDEM_SECRET", "")
+    return Deployment(
+        model=str(Path(model).resolve()),
+        runtime_dir=str(runtime_dir),
+        secret=secret.encode() if secret else _shared_secret(runtime_dir / "secret"),
+        log_level=environ.get("TANDEM_LOG_LEVEL", "INFO").upper(),
+    )
+
+
+def _shared_secret(path: Path) -> bytes:
+    """A random secret in a file of mode 0600; the first process writes it, the others read it."""
+    draft = path.with_name(f"secret.{os.getpid()}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(secrets.token_bytes(32))
+    try:
+        os.link(draft, path)  # atomic: fails where another process was first
+    except FileExistsError:
+        pass
+    finally:
+        draft.unlink()
+    return path.read_bytes()

@@ -1,0 +1,105 @@
+"""One hierarchy for every fault of a user or of a peer.
+
+::
+
+    TandemError
+    ├── InvalidRequest         INVALID_ARG   the request is wrong; names the field and the limit
+    │   └── InvalidHandle      INVALID_ARG   forged, truncated, foreign or expired KV handle
+    ├── Unavailable            UNAVAILABLE   no worker can serve this now; may be retried
+    │   └── EngineDied         UNAVAILABLE   the engine that held the sequence is gone
+    ├── PullFailed             UNAVAILABLE   the KV cache could not be moved; re-prefill
+    │   └── FenceBroken        UNAVAILABLE   the blocks changed owner before or during the pull
+    ├── RequestCancelled       CANCELLED     the client went away
+    ├── EngineFault            INTERNAL      an exception inside an engine
+    └── ConfigError            (start-up)    a setting is unknown or out of range
+
+An ``assert`` is a bug of ours and never reaches a user as such.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class ErrorCode(StrEnum):
+    """Names of Triton's error codes (TRITONSERVER_Error_Code)."""
+
+    INVALID_ARG = "INVALID_ARG"
+    UNAVAILABLE = "UNAVAILABLE"
+    CANCELLED = "CANCELLED"
+    INTERNAL = "INTERNAL"
+
+
+class TandemError(Exception):
+    """Base of all; ``code`` is the Triton error code a client sees."""
+
+    code = ErrorCode.INTERNAL
+
+
+class InvalidRequest(TandemError):
+    code = ErrorCode.INVALID_ARG
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+
+
+class InvalidHandle(InvalidRequest):
+    def __init__(self, problem: str) -> None:
+        super().__init__("handle", problem)
+
+
+class Unavailable(TandemError):
+    code = ErrorCode.UNAVAILABLE
+
+
+class EngineDied(Unavailable):
+    pass
+
+
+class PullFailed(TandemError):
+    code = ErrorCode.UNAVAILABLE
+
+
+class FenceBroken(PullFailed):
+    pass
+
+
+class RequestCancelled(TandemError):
+    code = ErrorCode.CANCELLED
+
+
+class EngineFault(TandemError):
+    code = ErrorCode.INTERNAL
+
+
+class ConfigError(TandemError):
+    pass
+
+
+_WIRE_NAMES = {
+    cls.__name__: cls
+    for cls in (Unavailable, EngineDied, PullFailed, FenceBroken, RequestCancelled, EngineFault)
+}
+
+
+def to_wire(error: BaseException) -> tuple[str, str]:
+    """``(class name, message)`` of an error, for a message between processes."""
+    if isinstance(error, InvalidHandle):
+        return "InvalidHandle", str(error).removeprefix("handle: ")
+    if isinstance(error, InvalidRequest):
+        return "InvalidRequest", str(error)
+    name = type(error).__name__
+    if name in _WIRE_NAMES:
+        return name, str(error)
+    return "EngineFault", f"{name}: {error}"
+
+
+def from_wire(name: str, message: str) -> TandemError:
+    """The error that ``to_wire`` described; an unknown name becomes an ``EngineFault``."""
+    if name == "InvalidHandle":
+        return InvalidHandle(message)
+    if name == "InvalidRequest":
+        field, _, problem = message.partition(": ")
+        return InvalidRequest(field, problem)
+    return _WIRE_NAMES.get(name, EngineFault)(message)

@@ -1,0 +1,59 @@
+"""Words shared by every part: roles, finish reasons, sampling parameters, load."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Role(StrEnum):
+    """What a worker is given to do. Any engine can do both phases."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Policy(StrEnum):
+    """How the router chooses a path: by cost, always remote prefill, or never (= colocated)."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the next token is chosen. A pure value: same logits, params and position, same token.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
+    ``stop_token_ids`` holds EOS as well, unless the user asked to ignore it.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: bool = False
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker tells the router with every message of the stream plane."""
+
+    role: Role
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0  # prompt tokens not computed yet, over all its sequences
+    num_free_blocks: int = 0  # free + cached
+    num_blocks: int = 0
