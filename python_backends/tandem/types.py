@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 
 class Role(StrEnum):
@@ -34,16 +36,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ``stop_token_ids`` holds EOS as well, unless the user asked to ignore it.
     """
 
-    max_tokens: int
-    min_tokens: int = 0
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int = 0
+    max_tokens: Annotated[int, Meta(ge=1)]
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=0)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] = 0
     stop_token_ids: tuple[int, ...] = ()
     logprobs: bool = False
 

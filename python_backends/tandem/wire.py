@@ -1,23 +1,27 @@
 """Every message between processes. msgpack through msgspec: typed, validated, never pickle.
 
-=============  ==========================  =============================================
-channel        who                         messages
-=============  ==========================  =============================================
-control plane  llm → prefill/decode (BLS)  ``SequenceSpec`` (+ a handle) → ``PrefillReply``, ``Admitted``
-stream plane   engine → orchestrator       ``StepMessage``
-stream plane   orchestrator → engine       ``Ping``, ``Cancel``, ``Renew``
-engine channel shim → engine               ``Submit``
-engine channel engine → shim               ``Ready``, ``Reply``, ``Left``, ``Stats``
-=============  ==========================  =============================================
+=============  =========================  ===============================================
+channel        who                        messages
+=============  =========================  ===============================================
+control plane  llm → pool (BLS)           ``SequenceSpec`` (+ a KV handle)
+control plane  pool → llm                 ``PrefillReply`` (+ a KV handle) or ``Admitted``
+stream plane   engine → orchestrator      ``StepMessage``
+stream plane   orchestrator → engine      ``Ping``, ``Cancel``, ``Renew``
+engine channel shim → engine              ``Submit``
+engine channel engine → shim              ``Ready``, ``Reply``, ``Left``, ``Stats``
+=============  =========================  ===============================================
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from tandem.types import FinishReason, Load, SamplingParams
+
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]  # safe in a socket's path
 
 
 class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,8 +32,8 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ``reply_to`` names the orchestrator whose stream-plane socket receives the tokens.
     """
 
-    sequence_id: str
-    reply_to: str
+    sequence_id: Name
+    reply_to: Name
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...] = ()
     sampling: SamplingParams

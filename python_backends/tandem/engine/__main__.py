@@ -1,0 +1,3 @@
+from tandem.engine.process import main
+
+main()

@@ -1,0 +1,305 @@
+"""One engine: sequences in, tokens and KV handles out. No sockets, no processes, no threads.
+
+``step`` reads: schedule, build, forward, sample, emit. What it needs from outside comes through
+the constructor, so that a test drives two engines in one thread.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from tandem import wire
+from tandem.engine.batch_builder import build_batch
+from tandem.engine.exports import Exports
+from tandem.engine.imports import Imports, PullDone
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.outbox import Outbox
+from tandem.engine.sampler import Sampled, SampleRequest, sample
+from tandem.engine.scheduler import Scheduler
+from tandem.engine.sequence import Sequence, Status
+from tandem.errors import InvalidRequest, RequestCancelled, TandemError, to_wire
+from tandem.kv.block_manager import BlockManager
+from tandem.kv.lease_board import Lease
+from tandem.types import Load, Role
+
+_MAX_TOMBSTONES = 4096
+_decode_spec = wire.decoder(wire.SequenceSpec).decode
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    role: Role
+    block_size: int
+    vocab_size: int
+    max_model_len: int
+
+
+class Engine:
+    """Owned by the engine loop's thread. A *prefill* engine ends a sequence with its first token
+    and a lease on its blocks; a *decode* engine runs it to its end.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker: str,
+        incarnation: str,
+        limits: EngineLimits,
+        runner: ModelRunner,
+        blocks: BlockManager,
+        scheduler: Scheduler,
+        exports: Exports,
+        imports: Imports,
+        outbox: Outbox,
+        clock: Callable[[], float],
+    ) -> None:
+        self.worker = worker
+        self._incarnation = incarnation
+        self._limits = limits
+        self._runner = runner
+        self._blocks = blocks
+        self._scheduler = scheduler
+        self._exports = exports
+        self._imports = imports
+        self._outbox = outbox
+        self._clock = clock
+        self._sequences: dict[str, Sequence] = {}
+        self._tombstones: OrderedDict[str, None] = OrderedDict()  # cancelled before they came
+        self._totals: dict[str, float] = {}
+
+    # ---- what comes in -----------------------------------------------------------------
+
+    def submit(self, message: wire.Submit) -> None:
+        """Takes a sequence, or answers at once why not."""
+        try:
+            sequence = self._accept(message)
+        except TandemError as error:
+            self._fail_call(message.call_id, error)
+            self._outbox.to_shim(wire.Left(call_id=message.call_id))
+            return
+        self._outbox.meet(sequence.spec.reply_to)
+        self._sequences[sequence.spec.sequence_id] = sequence
+        self._scheduler.add(sequence)
+        if self._limits.role is Role.DECODE and sequence.handle is None:
+            self._reply(sequence, wire.Admitted(worker=self.worker))
+
+    def cancel(self, sequence_ids: Iterable[str]) -> None:
+        """Frees whatever these sequences hold here; one that is not here yet will be refused."""
+        for sequence_id in sequence_ids:
+            sequence = self._sequences.get(sequence_id)
+            if sequence is not None:
+                error = RequestCancelled("cancelled by the orchestrator")
+                self._fail_call(sequence.call_id, error)
+                self._leave(sequence)
+            elif not self._exports.revoke(sequence_id):
+                self._tombstones[sequence_id] = None
+                if len(self._tombstones) > _MAX_TOMBSTONES:
+                    self._tombstones.popitem(last=False)
+
+    def renew(self, sequence_ids: Iterable[str]) -> None:
+        for sequence_id in sequence_ids:
+            self._exports.renew(sequence_id)
+
+    def orchestrator_gone(self, name: str) -> None:
+        """Nobody listens any more: its sequences are dropped, its leases expire."""
+        self.cancel([i for i, s in self._sequences.items() if s.spec.reply_to == name])
+
+    def lease_ended(self, lease: Lease, was_released: bool) -> None:
+        self._exports.ended(lease)
+        self._count("leases_released" if was_released else "leases_expired")
+
+    def pull_done(self, done: PullDone) -> None:
+        """The sequence joins the batch, or fails so that the orchestrator has it re-prefilled."""
+        sequence = done.sequence
+        self._count("pulls_ok" if done.result else "pulls_failed")
+        if sequence.spec.sequence_id not in self._sequences:
+            self._scheduler.end(sequence)  # cancelled meanwhile; its blocks were quarantined
+        elif done.result is None:
+            assert done.error is not None
+            self._fail_call(sequence.call_id, done.error)
+            self._scheduler.end(sequence)
+            self._leave(sequence)
+        else:
+            self._count("pulled_bytes", done.result.num_bytes)
+            self._count("pull_seconds", done.result.seconds)
+            self._scheduler.pulled(sequence)
+            assert sequence.handle is not None and sequence.scheduled_s is not None
+            num_cached_blocks = sequence.num_cached // self._limits.block_size
+            self._reply(
+                sequence,
+                wire.Admitted(
+                    worker=self.worker,
+                    num_cached_tokens=sequence.num_cached,
+                    num_pulled_blocks=len(sequence.handle.block_ids) - num_cached_blocks,
+                    pulled_bytes=done.result.num_bytes,
+                    queue_s=sequence.scheduled_s - sequence.arrived_s,
+                    pull_s=done.result.seconds,
+                ),
+            )
+
+    # ---- the step ----------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Computes one batch; False if there was nothing to compute."""
+        schedule = self._scheduler.schedule(self._clock())
+        for sequence in schedule.pulls:
+            self._imports.start(sequence)
+        if not schedule.slices:
+            return False
+        started_s = self._clock()
+        batch = build_batch(schedule.slices, self._limits.block_size)
+        logits = self._runner.forward(batch)
+        finished = []
+        for sequence, num_tokens in schedule.slices:
+            if num_tokens == sequence.num_remaining:
+                finished.append(sequence)
+            self._scheduler.computed(sequence, num_tokens)
+        sampled = sample(logits, [_sample_request(s) for s in finished])
+        self._count("steps")
+        self._count("step_seconds", self._clock() - started_s)
+        self._count("computed_tokens", batch.num_tokens)
+        self._emit(zip(finished, sampled, strict=True))
+        return True
+
+    def load(self) -> Load:
+        return Load(
+            role=self._limits.role,
+            num_running=len(self._scheduler.running) + len(self._scheduler.pulling),
+            num_waiting=len(self._scheduler.waiting),
+            num_waiting_tokens=self._scheduler.num_waiting_tokens,
+            num_free_blocks=self._blocks.num_available,
+            num_blocks=self._blocks.num_blocks,
+        )
+
+    def stats(self) -> wire.Stats:
+        self._totals["preemptions"] = self._scheduler.num_preemptions
+        return wire.Stats(
+            load=self.load(),
+            blocks=self._blocks.counts()._asdict(),
+            num_leases=self._exports.board.num_leases,
+            totals=dict(self._totals),
+        )
+
+    # ---- helpers -----------------------------------------------------------------------
+
+    def _accept(self, message: wire.Submit) -> Sequence:
+        try:
+            spec = _decode_spec(message.spec)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise InvalidRequest("request", f"not a sequence of this version: {error}") from error
+        known = (*spec.prompt_ids, *spec.output_ids)
+        if not spec.prompt_ids:
+            raise InvalidRequest("prompt_ids", "empty")
+        if not all(0 <= token < self._limits.vocab_size for token in known):
+            raise InvalidRequest("prompt_ids", f"ids must be in [0, {self._limits.vocab_size})")
+        if len(known) >= self._limits.max_model_len:
+            raise InvalidRequest(
+                "prompt_ids",
+                f"{len(known)} tokens leave no room in max_model_len {self._limits.max_model_len}",
+            )
+        if spec.sequence_id in self._sequences:
+            raise InvalidRequest("sequence_id", f"{spec.sequence_id} is running here already")
+        if spec.sequence_id in self._tombstones:
+            del self._tombstones[spec.sequence_id]
+            raise RequestCancelled("cancelled before it was admitted")
+        handle = self._imports.verify(message.handle, spec) if message.handle else None
+        if handle is not None and self._limits.role is Role.PREFILL:
+            raise InvalidRequest("handle", "a prefill worker takes no handle")
+        return Sequence(message.call_id, spec, arrived_s=self._clock(), handle=handle)
+
+    def _emit(self, sampled: Iterable[tuple[Sequence, Sampled]]) -> None:
+        """One message per orchestrator with all its new tokens; a prefill engine replies instead."""
+        messages: dict[str, wire.StepMessage] = {}
+        load = self.load()
+        for sequence, new in sampled:
+            spec = sequence.spec
+            self._scheduler.append_token(sequence, new.token_id)
+            finish_reason = sequence.finish_reason(self._limits.max_model_len)
+            event = wire.TokenEvent(
+                spec.sequence_id,
+                sequence.num_output - 1,
+                new.token_id,
+                new.logprob if spec.sampling.logprobs else None,
+                finish_reason,
+            )
+            self._count("sampled_tokens")
+            if self._limits.role is Role.PREFILL:
+                self._finish_prefill(sequence, event)
+                continue
+            message = messages.get(spec.reply_to)
+            if message is None:
+                message = messages[spec.reply_to] = wire.StepMessage(
+                    worker=self.worker,
+                    incarnation=self._incarnation,
+                    load=load,
+                    tokens=[],
+                    prefilled=[],
+                )
+            if sequence.num_output == len(spec.output_ids) + 1 and sequence.handle is None:
+                message.prefilled.append(self._prefill_times(sequence))
+            message.tokens.append(event)
+            if finish_reason is not None:
+                self._leave(sequence)
+        for name, message in messages.items():
+            self._outbox.to_orchestrator(name, message)
+
+    def _finish_prefill(self, sequence: Sequence, event: wire.TokenEvent) -> None:
+        spec = sequence.spec
+        times = self._prefill_times(sequence)
+        handle = b""
+        if event.finish_reason is None:
+            num_tokens = sequence.num_computed
+            blocks = self._scheduler.end_leased(sequence)
+            handle = self._exports.issue(spec.sequence_id, blocks, num_tokens, event.token_id)
+        result = wire.PrefillReply(
+            worker=self.worker,
+            token=event,
+            num_cached_tokens=times.num_cached_tokens,
+            queue_s=times.queue_s,
+            prefill_s=times.prefill_s,
+        )
+        self._reply(sequence, result, handle)
+        self._leave(sequence)
+
+    def _prefill_times(self, sequence: Sequence) -> wire.Prefilled:
+        assert sequence.scheduled_s is not None
+        return wire.Prefilled(
+            sequence_id=sequence.spec.sequence_id,
+            num_cached_tokens=sequence.num_cached,
+            queue_s=sequence.scheduled_s - sequence.arrived_s,
+            prefill_s=self._clock() - sequence.scheduled_s,
+        )
+
+    def _leave(self, sequence: Sequence) -> None:
+        """The sequence is no longer ours; the blocks of a running pull stay until it ends. The
+        last message of a call: its place is free.
+        """
+        del self._sequences[sequence.spec.sequence_id]
+        if sequence.status not in (Status.ENDED, Status.PULLING):
+            self._scheduler.end(sequence)
+        self._outbox.to_shim(wire.Left(call_id=sequence.call_id))
+
+    def _reply(self, sequence: Sequence, result: msgspec.Struct, handle: bytes = b"") -> None:
+        self._outbox.to_shim(
+            wire.Reply(call_id=sequence.call_id, result=wire.encode(result), handle=handle)
+        )
+
+    def _fail_call(self, call_id: int, error: TandemError) -> None:
+        """A call that was answered before ignores this."""
+        name, message = to_wire(error)
+        self._outbox.to_shim(wire.Reply(call_id=call_id, error=name, message=message))
+
+    def _count(self, key: str, amount: float = 1) -> None:
+        self._totals[key] = self._totals.get(key, 0) + amount
+
+
+def _sample_request(sequence: Sequence) -> SampleRequest:
+    return SampleRequest(
+        params=sequence.spec.sampling,
+        prompt_ids=list(sequence.spec.prompt_ids),
+        output_ids=sequence.output_ids,
+    )

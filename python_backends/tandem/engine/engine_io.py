@@ -1,0 +1,147 @@
+"""The engine's sockets, all in one thread, so that heartbeats and cancels flow during a step.
+
+::
+
+    engine loop ──inproc──▶ EngineIO ──DEALER──▶ shim            Reply, Left, Stats, Ready
+                                     ──DEALER──▶ orchestrators   StepMessage
+    engine loop ◀───queue── EngineIO ◀────────── shim            Submit
+                                     ◀────────── orchestrators   Cancel, Renew, Ping
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from tandem import wire
+from tandem.config import EngineConfig
+from tandem.engine.events import Event, OrchestratorGone
+from tandem.types import Load
+
+HEARTBEAT_S = 0.5
+_log = logging.getLogger(__name__)
+_decode_submit = wire.decoder(wire.Submit).decode
+_decode_from_orchestrator = wire.decoder(wire.FromOrchestrator).decode
+
+
+def stream_address(runtime_dir: str, orchestrator: str) -> str:
+    return f"ipc://{runtime_dir}/stream-{orchestrator}"
+
+
+@dataclass
+class _Orchestrator:
+    socket: zmq.Socket[bytes]
+    last_heard_s: float
+    last_sent_s: float = 0.0
+
+
+class EngineIO:
+    """An ``Outbox``. The public methods belong to the engine loop's thread; the sockets to the
+    thread ``engine-io``. ``load`` is the newest load, replaced by the loop, sent with heartbeats.
+    """
+
+    def __init__(self, config: EngineConfig, incarnation: str, post: Callable[[Event], None]):
+        self.load = Load(role=config.settings.role)
+        self._config = config
+        self._incarnation = incarnation
+        self._post = post
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._outgoing = self._context.socket(zmq.PUSH)
+        self._outgoing.bind("inproc://outgoing")
+        self._orchestrators: dict[str, _Orchestrator] = {}
+        self._thread = threading.Thread(target=self._run, name="engine-io", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._outgoing.send_multipart([b"stop", b"", b""])
+        self._thread.join(timeout=2)
+        self._outgoing.close(linger=0)
+        self._context.term()
+
+    def to_shim(self, message: wire.Reply | wire.Left | wire.Stats | wire.Ready) -> None:
+        self._outgoing.send_multipart([b"shim", b"", wire.encode(message)])
+
+    def to_orchestrator(self, name: str, message: wire.StepMessage) -> None:
+        self._outgoing.send_multipart([b"orchestrator", name.encode(), wire.encode(message)])
+
+    def meet(self, name: str) -> None:
+        self._outgoing.send_multipart([b"meet", name.encode(), b""])
+
+    # ---- the thread --------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self._incoming = self._context.socket(zmq.PULL)
+        self._incoming.connect("inproc://outgoing")
+        self._shim = self._context.socket(zmq.DEALER)
+        self._shim.connect(self._config.channel)
+        self._poller = zmq.Poller()
+        self._poller.register(self._incoming, zmq.POLLIN)
+        self._poller.register(self._shim, zmq.POLLIN)
+        running = True
+        while running:
+            for socket, _ in self._poller.poll(100 if self._orchestrators else 1000):
+                if socket is self._incoming:
+                    running = self._forward(*self._incoming.recv_multipart())
+                elif socket is self._shim:
+                    self._post(_decode_submit(self._shim.recv()))
+                else:
+                    self._receive(socket)
+            self._keep_alive(time.monotonic())
+        for orchestrator in self._orchestrators.values():
+            orchestrator.socket.close(linger=200)
+        self._shim.close(linger=200)
+        self._incoming.close(linger=0)
+
+    def _forward(self, kind: bytes, name: bytes, payload: bytes) -> bool:
+        if kind == b"stop":
+            return False
+        if kind == b"shim":
+            self._shim.send(payload)
+        elif kind == b"meet":
+            self._connect(name.decode())
+        else:
+            orchestrator = self._connect(name.decode())
+            orchestrator.socket.send(payload)
+            orchestrator.last_sent_s = time.monotonic()
+        return True
+
+    def _connect(self, name: str) -> _Orchestrator:
+        if name not in self._orchestrators:
+            socket = self._context.socket(zmq.DEALER)
+            socket.identity = f"{self._config.worker}:{self._incarnation}".encode()
+            socket.sndhwm = 0  # never blocks; a silent orchestrator is dropped with its queue
+            socket.connect(stream_address(self._config.deployment.runtime_dir, name))
+            self._poller.register(socket, zmq.POLLIN)
+            self._orchestrators[name] = _Orchestrator(socket, last_heard_s=time.monotonic())
+        return self._orchestrators[name]
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> None:
+        name = next(n for n, o in self._orchestrators.items() if o.socket is socket)
+        message = _decode_from_orchestrator(socket.recv())
+        self._orchestrators[name].last_heard_s = time.monotonic()
+        if not isinstance(message, wire.Ping):
+            self._post(message)
+
+    def _keep_alive(self, now_s: float) -> None:
+        for name, orchestrator in list(self._orchestrators.items()):
+            if now_s - orchestrator.last_heard_s > self._config.settings.orchestrator_timeout_s:
+                _log.warning("orchestrator %s is silent; dropping its sequences", name)
+                self._poller.unregister(orchestrator.socket)
+                orchestrator.socket.close(linger=0)
+                del self._orchestrators[name]
+                self._post(OrchestratorGone(name))
+            elif now_s - orchestrator.last_sent_s >= HEARTBEAT_S:
+                orchestrator.socket.send(wire.encode(self._heartbeat()))
+                orchestrator.last_sent_s = now_s
+
+    def _heartbeat(self) -> wire.StepMessage:
+        return wire.StepMessage(
+            worker=self._config.worker, incarnation=self._incarnation, load=self.load
+        )
