@@ -1,0 +1,182 @@
+"""Loads any decoder-only transformers model whose attention goes through AttentionInterface."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tandem.engine.attention import ATTENTION_NAME
+from tandem.engine.model_config import ModelLimits, model_limits, weight_files
+from tandem.engine.slab import TORCH_DTYPES
+from tandem.errors import ConfigError, EngineFault
+from tandem.kv.layout import KVLayout
+
+_BF16_FLAGS = {"avx512_bf16", "amx_bf16"}  # without them bf16 GEMM is 9x slower than fp32
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run, and the shape of its keys and values."""
+
+    causal_lm: nn.Module
+    device: torch.device
+    dtype_name: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    limits: ModelLimits
+
+    def layout(self, block_size: int) -> KVLayout:
+        return KVLayout(
+            self.num_layers, self.num_kv_heads, self.head_dim, block_size, self.dtype_name
+        )
+
+
+def load_model(model_dir: str | Path, dtype_name: str, device: str) -> LoadedModel:
+    """Weights from the safetensors of ``model_dir``, for inference only; never downloads.
+
+    ``dtype_name`` "auto": on a GPU the checkpoint's, on CPU bfloat16 if it has the instructions,
+    else float32. Raises ConfigError if the model cannot run on paged attention, with the reason.
+    """
+    limits = model_limits(model_dir)
+    weight_files(model_dir)
+    try:
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    except (ValueError, OSError, KeyError) as error:
+        raise ConfigError(f"{model_dir}: {error}") from error
+    _refuse_unsuitable(config)
+    dtype_name = resolve_dtype(dtype_name, device, getattr(config, "dtype", None))
+    try:
+        causal_lm = AutoModelForCausalLM.from_pretrained(
+            model_dir,
+            config=config,
+            dtype=TORCH_DTYPES[dtype_name],
+            attn_implementation=ATTENTION_NAME,
+            local_files_only=True,
+            use_safetensors=True,
+        )
+    except (ValueError, OSError, KeyError) as error:
+        raise ConfigError(f"{model_dir}: {error}") from error
+    if not causal_lm._supports_attention_backend:
+        raise ConfigError(
+            f"{type(causal_lm).__name__} does not use transformers' AttentionInterface"
+        )
+    causal_lm.eval().requires_grad_(False).to(device)
+    shape = _probe(causal_lm, config, device)
+    return LoadedModel(
+        causal_lm=causal_lm,
+        device=torch.device(device),
+        dtype_name=dtype_name,
+        num_layers=len(shape),
+        num_kv_heads=shape[0].num_kv_heads,
+        head_dim=shape[0].head_dim,
+        limits=limits,
+    )
+
+
+def resolve_dtype(dtype_name: str, device: str, checkpoint_dtype: torch.dtype | None) -> str:
+    """The dtype of weights and KV cache: ``dtype_name`` itself unless that is "auto"."""
+    if dtype_name in TORCH_DTYPES:
+        return dtype_name
+    if dtype_name != "auto":
+        raise ConfigError(f"dtype {dtype_name!r}: not one of auto, {', '.join(TORCH_DTYPES)}")
+    if device == "cpu":
+        return "bfloat16" if _BF16_FLAGS & _cpu_flags() else "float32"
+    names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+    return names.get(checkpoint_dtype or torch.float32, "float32")
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+def _refuse_unsuitable(config: Any) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{config.model_type}: an encoder-decoder model; only decoders are served"
+        )
+    if not getattr(config, "is_causal", True) or getattr(
+        config, "use_bidirectional_attention", False
+    ):
+        raise ConfigError(f"{config.model_type}: its attention is not causal")
+    kinds = set(_layer_types(config)) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise ConfigError(
+            f"{config.model_type}: layers of type {', '.join(sorted(kinds))} are not supported"
+        )
+
+
+def _layer_types(config: Any) -> list[str]:
+    return list(getattr(config.get_text_config(), "layer_types", None) or [])
+
+
+@dataclass(frozen=True)
+class _LayerShape:
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass
+class _Probe:
+    """An attention state that computes nothing and notes what each layer asks for."""
+
+    layer_types: list[str]
+    shapes: dict[int, _LayerShape] = field(default_factory=dict)
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **options: Any,
+    ) -> torch.Tensor:
+        layer = getattr(module, "layer_idx", None)
+        name = f"{type(module).__name__}, layer {layer}"
+        if layer is None:
+            raise ConfigError(f"{name}: an attention module without layer_idx")
+        if options.get("s_aux") is not None:
+            raise ConfigError(f"{name}: attention sinks are not supported")
+        if options.get("position_bias") is not None or attention_mask is not None:
+            raise ConfigError(f"{name}: position biases and masks of its own are not supported")
+        if not (getattr(module, "is_causal", True) and options.get("is_causal") is not False):
+            raise ConfigError(f"{name}: its attention is not causal")
+        if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
+            raise ConfigError(f"{name}: keys and values of different size are not supported")
+        is_sliding = self.layer_types[layer : layer + 1] == ["sliding_attention"]
+        if is_sliding and options.get("sliding_window") is None:
+            raise ConfigError(f"{name}: slides over a window that it does not name")
+        self.shapes[layer] = _LayerShape(key.shape[1], key.shape[3])
+        return torch.zeros_like(query).transpose(1, 2).contiguous()
+
+
+def _probe(causal_lm: nn.Module, config: Any, device: str) -> list[_LayerShape]:
+    """The KV shape of every layer, from one pass over three tokens.
+
+    Raises ConfigError if a layer needs more than ``PagedAttention`` does, or if they differ.
+    """
+    probe = _Probe(_layer_types(config))
+    tokens = torch.arange(3, device=device)[None]
+    try:
+        with torch.inference_mode():
+            causal_lm(input_ids=tokens, position_ids=tokens, use_cache=False, paged_attention=probe)
+    except EngineFault as error:
+        raise ConfigError(str(error)) from error
+    num_layers = config.get_text_config().num_hidden_layers
+    if sorted(probe.shapes) != list(range(num_layers)):
+        raise ConfigError(
+            f"{type(causal_lm).__name__}: {len(probe.shapes)} of {num_layers} layers use attention"
+        )
+    if len(set(probe.shapes.values())) != 1:
+        raise ConfigError(f"{type(causal_lm).__name__}: KV heads differ from layer to layer")
+    return [probe.shapes[layer] for layer in range(num_layers)]

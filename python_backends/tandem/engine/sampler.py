@@ -1,0 +1,198 @@
+"""Chooses the next token: a pure function of logits, parameters, history, seed and position.
+
+::
+
+    logits ── repetition, presence, frequency penalties, min_tokens ── temperature 0: argmax
+                                                                    └─ else: temperature, top_k,
+                                                     top_p, min_p, inverse CDF at a uniform number
+
+The uniform number comes from a counter (seed, position), so neither the batch, nor the pool, nor a
+restart changes it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tandem.errors import EngineFault
+from tandem.types import SamplingParams
+
+_UINT64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    params: SamplingParams
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+
+    @property
+    def position(self) -> int:
+        """Of the token to choose, counted from the start of the prompt."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def must_not_stop(self) -> bool:
+        return len(self.output_ids) < self.params.min_tokens and bool(self.params.stop_token_ids)
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """The token is the argmax of the logits as they are."""
+        p = self.params
+        has_penalty = p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty
+        return p.temperature == 0 and not has_penalty and not self.must_not_stop
+
+
+@dataclass(frozen=True)
+class Sampled:
+    token_id: int
+    logprob: float | None = None  # under the logits before penalties and temperature
+
+
+@torch.inference_mode()
+def sample(logits: torch.Tensor, requests: list[SampleRequest]) -> list[Sampled]:
+    """One token for each row of ``logits`` [num_requests, vocab_size] (float32).
+
+    Raises EngineFault if a row holds NaN or infinity where a maximum should be.
+    """
+    assert logits.shape[0] == len(requests)
+    if not requests:
+        return []
+    maxima, token_ids = logits.max(dim=-1)
+    edited = [row for row, request in enumerate(requests) if not request.is_plain_greedy]
+    if edited:
+        token_ids[edited] = _choose(logits[edited], [requests[row] for row in edited])
+    logprobs = _logprobs(logits, token_ids, requests)
+    if not bool(torch.isfinite(maxima).all()):
+        raise EngineFault("the model returned logits that are not finite")
+    return [Sampled(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids.tolist())]
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) for the token at ``position`` (Philox, Salmon et al. 2011)."""
+    generator = np.random.Philox(key=seed & _UINT64, counter=[position, 0, 0, 0])
+    return float(np.random.Generator(generator).random())
+
+
+def _logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, requests: list[SampleRequest]
+) -> dict[int, float]:
+    """Log-softmax of the logits as they came, at the chosen token, for the rows that want it."""
+    rows = [row for row, request in enumerate(requests) if request.params.logprobs]
+    if not rows:
+        return {}
+    wanted = torch.log_softmax(logits[rows], dim=-1)
+    chosen = wanted.gather(-1, token_ids[rows].unsqueeze(-1)).squeeze(-1)
+    return dict(zip(rows, chosen.tolist(), strict=True))
+
+
+def _choose(scores: torch.Tensor, requests: list[SampleRequest]) -> torch.Tensor:
+    """Token ids [num_requests]; ``scores`` is a copy that may be written to."""
+    _apply_repetition_penalty(scores, requests)
+    _apply_count_penalties(scores, requests)
+    _suppress_stops(scores, requests)
+    token_ids = scores.argmax(dim=-1)
+    # Rows of one group see the same operations whatever else is in the batch.
+    groups: dict[tuple[int, bool], list[int]] = defaultdict(list)
+    for row, request in enumerate(requests):
+        if request.params.temperature > 0:
+            top_k = min(max(request.params.top_k, 0), scores.shape[-1])
+            groups[top_k, request.params.top_p < 1].append(row)
+    for (top_k, has_top_p), rows in groups.items():
+        chosen = [requests[row] for row in rows]
+        token_ids[rows] = _sample_group(scores[rows], chosen, top_k, has_top_p)
+    return token_ids
+
+
+def _sample_group(
+    scores: torch.Tensor, requests: list[SampleRequest], top_k: int, has_top_p: bool
+) -> torch.Tensor:
+    """Token ids [num_requests] of rows with the same top_k, that all use top_p or all do not."""
+
+    def column(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=scores.device).unsqueeze(-1)
+
+    params = [request.params for request in requests]
+    scores = scores / column([p.temperature for p in params], torch.float32)
+    order: torch.Tensor | None = None  # token id of each column, if not the column itself
+    if top_k:
+        scores, order = scores.topk(top_k, dim=-1)  # sorted
+    elif has_top_p:
+        scores, order = scores.sort(dim=-1, descending=True, stable=True)
+    probs = torch.softmax(scores, dim=-1)
+    if has_top_p:
+        before = probs.cumsum(dim=-1, dtype=torch.float64) - probs
+        is_cut = before >= column([p.top_p for p in params], torch.float64)
+        is_cut[:, 0] = False
+        probs = probs.masked_fill(is_cut, 0.0)
+    if any(p.min_p > 0 for p in params):
+        floor = probs.amax(dim=-1, keepdim=True) * column([p.min_p for p in params], torch.float32)
+        probs = probs.masked_fill(probs < floor, 0.0)
+    cdf = probs.cumsum(dim=-1, dtype=torch.float64)
+    points = column([uniform(r.params.seed, r.position) for r in requests], torch.float64)
+    columns = torch.searchsorted(cdf, points * cdf[:, -1:], right=True)
+    # Rounding may put a point on the very end of the CDF: take the last column of weight.
+    last = (cdf < cdf[:, -1:]).sum(dim=-1, keepdim=True)
+    columns = torch.minimum(columns, last)
+    return (columns if order is None else order.gather(-1, columns)).squeeze(-1)
+
+
+def _apply_repetition_penalty(scores: torch.Tensor, requests: list[SampleRequest]) -> None:
+    """Positive scores of seen tokens are divided, negative multiplied (arXiv 1909.05858)."""
+    ids = [
+        np.unique(np.asarray([*r.prompt_ids, *r.output_ids], dtype=np.int64))
+        if r.params.repetition_penalty != 1
+        else np.empty(0, np.int64)
+        for r in requests
+    ]
+    rows, columns = _index(ids, scores.device)
+    if len(columns):
+        penalties = torch.tensor(
+            [r.params.repetition_penalty for r in requests], device=scores.device
+        )[rows]
+        seen = scores[rows, columns]
+        scores[rows, columns] = torch.where(seen > 0, seen / penalties, seen * penalties)
+
+
+def _apply_count_penalties(scores: torch.Tensor, requests: list[SampleRequest]) -> None:
+    """``score -= presence_penalty + count * frequency_penalty`` for tokens of the output."""
+    ids, amounts = [], []
+    for request in requests:
+        p = request.params
+        used = request.output_ids if p.presence_penalty or p.frequency_penalty else ()
+        unique, counts = np.unique(np.asarray(used, dtype=np.int64), return_counts=True)
+        ids.append(unique)
+        amounts.append(p.presence_penalty + counts * p.frequency_penalty)
+    rows, columns = _index(ids, scores.device)
+    if len(columns):
+        amount = torch.from_numpy(np.concatenate(amounts)).to(scores.device, scores.dtype)
+        scores[rows, columns] -= amount
+
+
+def _suppress_stops(scores: torch.Tensor, requests: list[SampleRequest]) -> None:
+    """No stop token before ``min_tokens``."""
+    vocab_size = scores.shape[-1]
+    ids = [
+        np.asarray(
+            [i for i in r.params.stop_token_ids if i < vocab_size] if r.must_not_stop else [],
+            dtype=np.int64,
+        )
+        for r in requests
+    ]
+    rows, columns = _index(ids, scores.device)
+    scores[rows, columns] = float("-inf")
+
+
+def _index(
+    ids: list[npt.NDArray[np.int64]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and column of every id, for one indexed read or write of a [rows, vocab] tensor."""
+    rows = np.repeat(np.arange(len(ids)), [len(row) for row in ids])
+    columns = np.concatenate(ids)
+    return torch.from_numpy(rows).to(device), torch.from_numpy(columns).to(device)

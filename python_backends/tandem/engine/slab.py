@@ -1,0 +1,32 @@
+"""The slab as a tensor: a view on shared memory that every layer of the model reads and writes."""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+
+from tandem.kv.layout import KVLayout
+
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def slab_tensor(buffer: memoryview | mmap.mmap, layout: KVLayout, num_blocks: int) -> torch.Tensor:
+    """[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim] on ``buffer``, no copy.
+
+    The tensor keeps ``buffer`` alive; the buffer must be writable and hold all blocks.
+    """
+    num_bytes = num_blocks * layout.block_bytes
+    assert memoryview(buffer).nbytes >= num_bytes, "the buffer is smaller than the slab"
+    flat = torch.frombuffer(buffer, dtype=torch.uint8, count=num_bytes)
+    return flat.view(TORCH_DTYPES[layout.dtype_name]).view(num_blocks, *layout.block_shape)
+
+
+def empty_slab(layout: KVLayout, num_blocks: int, device: torch.device) -> torch.Tensor:
+    """A slab in memory of its own, of the same shape as ``slab_tensor``."""
+    dtype = TORCH_DTYPES[layout.dtype_name]
+    return torch.zeros(num_blocks, *layout.block_shape, dtype=dtype, device=device)
