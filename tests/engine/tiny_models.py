@@ -1,4 +1,4 @@
-"""Tiny random models with fixed seeds: small enough for a test, wide enough that argmax is clear."""
+"""Tiny random models with fixed seeds: small enough for a test, with clear argmax gaps."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def load_model(model_dir: str | Path, dtype_name: str, device: str) -> LoadedMod
     shape = _probe(causal_lm, config, device)
     return LoadedModel(
         causal_lm=causal_lm,
-        device=torch.device(device),
+        device=causal_lm.device,
         dtype_name=dtype_name,
         num_layers=len(shape),
         num_kv_heads=shape[0].num_kv_heads,
