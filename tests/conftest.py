@@ -1,0 +1,1 @@
+"""Here so that pytest puts this folder on sys.path: tests import ``tiny_tokenizers`` from it."""
