@@ -1,0 +1,71 @@
+import struct
+from hashlib import blake2b
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tandem.kv.block_hash import block_hashes
+from tandem.orchestrator.prefix_index import PrefixIndex
+
+TOKENS = st.lists(st.integers(0, 3), max_size=20)
+
+
+def test_a_block_hash_chains_over_all_tokens_before_it() -> None:
+    first = blake2b(struct.pack("<2I", 1, 2), digest_size=16).digest()
+    second = blake2b(first + struct.pack("<2I", 3, 4), digest_size=16).digest()
+    assert block_hashes([1, 2, 3, 4, 5], 2) == [first, second]
+    assert block_hashes([9, 2, 3, 4], 2)[1] != second
+
+
+def test_only_full_blocks_have_a_hash() -> None:
+    assert block_hashes([], 4) == []
+    assert block_hashes([1, 2, 3], 4) == []
+    assert len(block_hashes([1, 2, 3, 4], 4)) == 1
+
+
+@given(left=TOKENS, right=TOKENS, block_size=st.integers(1, 5))
+@settings(max_examples=100)
+def test_equal_hashes_are_exactly_the_equal_prefixes(
+    left: list[int], right: list[int], block_size: int
+) -> None:
+    num_full = min(len(left), len(right)) // block_size
+    for index in range(num_full):
+        end = (index + 1) * block_size
+        same_hash = block_hashes(left, block_size)[index] == block_hashes(right, block_size)[index]
+        assert same_hash == (left[:end] == right[:end])
+
+
+def test_whole_leading_blocks_count_as_cached() -> None:
+    index = PrefixIndex(block_size=4, capacity=100)
+    index.add(list(range(10)))
+    assert index.cached_tokens([*range(8), 77, 78, 79]) == 8
+    assert index.cached_tokens([*range(6), 77, 78, 79]) == 4
+    assert index.cached_tokens([77, *range(1, 10)]) == 0
+
+
+def test_the_last_token_of_a_prompt_is_never_cached() -> None:
+    index = PrefixIndex(block_size=4, capacity=100)
+    index.add(list(range(8)))
+    assert index.cached_tokens(list(range(8))) == 4
+    assert index.cached_tokens(list(range(9))) == 8
+    assert index.cached_tokens([]) == 0
+
+
+def test_the_longest_unused_prompt_is_forgotten_first() -> None:
+    index = PrefixIndex(block_size=2, capacity=4)
+    old, kept, new = [1, 1, 1, 1, 0], [2, 2, 2, 2, 0], [3, 3, 3, 3, 0]
+    index.add(old)
+    index.add(kept)
+    index.add(old)
+    index.add(kept)
+    index.add(new)
+    assert [index.cached_tokens(prompt) for prompt in (old, kept, new)] == [0, 4, 4]
+    assert len(index) == 4
+
+
+def test_a_prompt_loses_its_last_block_before_its_first() -> None:
+    index = PrefixIndex(block_size=2, capacity=3)
+    index.add([1, 1, 1, 1, 0])
+    index.add([2, 2, 2, 2, 0])
+    assert index.cached_tokens([1, 1, 1, 1, 0]) == 2
+    index.add(list(range(10, 21)))
+    assert index.cached_tokens(list(range(10, 21))) == 6
