@@ -73,6 +73,7 @@ class OrchestratorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
 
     policy: Policy = Policy.AUTO
     remote_prefill_min_tokens: NonNegativeInt = 128  # auto: shorter uncached prompts stay local
+    remote_prefill_max_queue_tokens: NonNegativeInt = 4096  # auto: more queued there stay local
     block_size: PositiveInt = 16
     max_model_len: PositiveInt = 2048
     default_max_tokens: PositiveInt = 256
@@ -153,3 +154,14 @@ def _shared_secret(path: Path) -> bytes:
     finally:
         draft.unlink()
     return path.read_bytes()
+
+
+def release_runtime_dir(deployment: Deployment) -> None:
+    """Removes the runtime directory once only the secret is left in it; every model calls this."""
+    path = Path(deployment.runtime_dir)
+    try:
+        if {entry.name for entry in path.iterdir()} <= {"secret"}:
+            (path / "secret").unlink(missing_ok=True)
+            path.rmdir()
+    except OSError:
+        pass  # another process is doing the same, or `tandem serve` owns the directory

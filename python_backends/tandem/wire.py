@@ -155,13 +155,13 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     totals: dict[str, float]  # monotonic counters of this incarnation, by metric key
 
 
-ToEngine = Submit
 FromEngine = Ready | Reply | Left | Stats
-ToOrchestrator = StepMessage
 FromOrchestrator = Ping | Cancel | Renew
 
 _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+_from_orchestrator = msgspec.msgpack.Decoder(FromOrchestrator)
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -171,3 +171,11 @@ def encode(message: msgspec.Struct) -> bytes:
 def decoder(kind: type[_T]) -> msgspec.msgpack.Decoder[_T]:
     """A strict decoder; raises ``msgspec.ValidationError`` / ``DecodeError`` on bad bytes."""
     return msgspec.msgpack.Decoder(kind)
+
+
+def decode_from_engine(payload: bytes) -> FromEngine:
+    return _from_engine.decode(payload)
+
+
+def decode_from_orchestrator(payload: bytes) -> FromOrchestrator:
+    return _from_orchestrator.decode(payload)

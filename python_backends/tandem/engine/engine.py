@@ -212,7 +212,7 @@ class Engine:
         return Sequence(message.call_id, spec, arrived_s=self._clock(), handle=handle)
 
     def _emit(self, sampled: Iterable[tuple[Sequence, Sampled]]) -> None:
-        """One message per orchestrator with all its new tokens; a prefill engine replies instead."""
+        """One message per orchestrator with its new tokens; a prefill engine replies instead."""
         messages: dict[str, wire.StepMessage] = {}
         load = self.load()
         for sequence, new in sampled:
@@ -300,6 +300,6 @@ class Engine:
 def _sample_request(sequence: Sequence) -> SampleRequest:
     return SampleRequest(
         params=sequence.spec.sampling,
-        prompt_ids=list(sequence.spec.prompt_ids),
+        prompt_ids=sequence.spec.prompt_ids,
         output_ids=sequence.output_ids,
     )

@@ -26,7 +26,6 @@ from tandem.types import Load
 HEARTBEAT_S = 0.5
 _log = logging.getLogger(__name__)
 _decode_submit = wire.decoder(wire.Submit).decode
-_decode_from_orchestrator = wire.decoder(wire.FromOrchestrator).decode
 
 
 def stream_address(runtime_dir: str, orchestrator: str) -> str:
@@ -124,7 +123,7 @@ class EngineIO:
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         name = next(n for n, o in self._orchestrators.items() if o.socket is socket)
-        message = _decode_from_orchestrator(socket.recv())
+        message = wire.decode_from_orchestrator(socket.recv())
         self._orchestrators[name].last_heard_s = time.monotonic()
         if not isinstance(message, wire.Ping):
             self._post(message)

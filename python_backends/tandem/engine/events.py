@@ -25,6 +25,4 @@ class Shutdown:
     pass
 
 
-Event = (
-    wire.Submit | wire.Cancel | wire.Renew | PullDone | LeaseEnded | OrchestratorGone | Shutdown
-)
+Event = wire.Submit | wire.Cancel | wire.Renew | PullDone | LeaseEnded | OrchestratorGone | Shutdown

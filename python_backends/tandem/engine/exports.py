@@ -1,4 +1,4 @@
-"""What this engine offers to others: leases on finished prefills, and the handles that name them."""
+"""What this engine offers to others: leases on finished prefills, and handles that name them."""
 
 from __future__ import annotations
 

@@ -94,11 +94,11 @@ class Scheduler:
         for sequence in candidates:
             if budget == 0 and sequence.handle is None:
                 continue
-            if sequence.status is Status.WAITING:
+            if sequence in self.waiting:
                 can_admit = can_admit and self._admit(sequence, now_s)
                 if not can_admit:
                     continue
-                if sequence.status is Status.PULLING:
+                if sequence.handle is not None:
                     schedule.pulls.append(sequence)
                     continue
             chunk = min(sequence.num_remaining, budget)

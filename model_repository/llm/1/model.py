@@ -1,0 +1,3 @@
+from tandem.triton_backend.llm_model import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]

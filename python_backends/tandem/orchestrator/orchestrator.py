@@ -1,0 +1,208 @@
+"""The life of a request: validate, tokenize, route, prefill, hand over, stream, finish.
+
+::
+
+    serve ─ parse ─ tokenize ─┬─ attempt 1 ─ remote: link.prefill → first token → link.decode ─┐
+                              │            └ local:  link.decode ──────────────────────────────┤
+                              │                               tokens from the stream plane ◀───┘
+                              └─ attempt 2 … after a failure, from prompt + tokens already sent
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy.typing as npt
+
+from tandem.config import OrchestratorSettings
+from tandem.errors import EngineFault, RequestCancelled, TandemError, Unavailable
+from tandem.metrics import MetricsBuffer
+from tandem.orchestrator.contract import parse_request
+from tandem.orchestrator.generate_request import GenerateRequest
+from tandem.orchestrator.generation import Generation
+from tandem.orchestrator.link import Link
+from tandem.orchestrator.prefix_index import PrefixIndex
+from tandem.orchestrator.responder import Responder
+from tandem.orchestrator.router import Path, choose_path
+from tandem.orchestrator.sampling_defaults import SamplingDefaults
+from tandem.orchestrator.stream_plane import StreamPlane, TokenStream
+from tandem.orchestrator.text_assembler import TextAssembler
+from tandem.orchestrator.tokenizer import Tokenizer
+from tandem.types import Role
+from tandem.wire import Prefilled, SequenceSpec
+
+_PREFIX_INDEX_BLOCKS = 65536
+_log = logging.getLogger(__name__)
+
+
+class Orchestrator:
+    """Owned by one event loop; ``serve`` runs as one task per request."""
+
+    def __init__(
+        self,
+        *,
+        settings: OrchestratorSettings,
+        vocab_size: int,
+        tokenizer: Tokenizer,
+        defaults: SamplingDefaults,
+        link: Link,
+        plane: StreamPlane,
+        metrics: MetricsBuffer,
+        clock: Callable[[], float] = time.monotonic,
+        draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
+    ) -> None:
+        self._settings = settings
+        self._vocab_size = vocab_size
+        self._tokenizer = tokenizer
+        self._defaults = defaults
+        self._link = link
+        self._plane = plane
+        self._metrics = metrics
+        self._clock = clock
+        self._draw_seed = draw_seed
+        self._prefixes = PrefixIndex(settings.block_size, _PREFIX_INDEX_BLOCKS)
+        # Each call in flight holds one of the threads that responses need as well.
+        self._places = {role: asyncio.Semaphore(settings.max_calls_in_flight) for role in Role}
+        self._tokenize_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._num_live = 0
+
+    async def serve(
+        self,
+        inputs: Mapping[str, npt.NDArray[Any]],
+        parameters: Mapping[str, bool | int | float | str],
+        responder: Responder,
+    ) -> None:
+        """Answers one request completely, whatever happens. Cancel the task to abort it."""
+        arrived_s = self._clock()
+        self._metrics.set("tandem_requests_live", self._count_live(+1))
+        try:
+            if self._num_live > self._settings.max_queued_requests:
+                limit = self._settings.max_queued_requests
+                raise Unavailable(f"overloaded: max_queued_requests = {limit} are being served")
+            request = parse_request(inputs, parameters, self._settings)
+            await self._generate(await self._begin(request, responder, arrived_s))
+        except asyncio.CancelledError:
+            self._fail(responder, RequestCancelled("the client went away"))
+        except TandemError as error:
+            self._fail(responder, error)
+        except Exception as error:
+            _log.exception("request failed")
+            self._fail(responder, EngineFault(f"{type(error).__name__}: {error}"))
+        finally:
+            self._metrics.set("tandem_requests_live", self._count_live(-1))
+
+    def close(self) -> None:
+        self._tokenize_thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _begin(
+        self, request: GenerateRequest, responder: Responder, arrived_s: float
+    ) -> Generation:
+        request.check_vocabulary(self._vocab_size)
+        loop = asyncio.get_running_loop()
+        prompt_ids = await loop.run_in_executor(self._tokenize_thread, self._tokenize, request)
+        sampling = request.sampling(
+            self._defaults,
+            len(prompt_ids),
+            self._settings.max_model_len,
+            self._settings.default_max_tokens,
+            self._draw_seed,
+        )
+        self._metrics.count("tandem_prompt_tokens_total", len(prompt_ids))
+        shows_input = not request.exclude_input_in_output
+        return Generation(
+            request=request,
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            assembler=TextAssembler(self._tokenizer, request.stop),
+            responder=responder,
+            metrics=self._metrics,
+            clock=self._clock,
+            arrived_s=arrived_s,
+            input_text=(request.text_input or "") if shows_input else "",
+        )
+
+    def _tokenize(self, request: GenerateRequest) -> tuple[int, ...]:
+        if request.input_ids is not None:
+            return request.input_ids
+        if request.messages is not None:
+            return tuple(self._tokenizer.encode_chat(request.messages))
+        assert request.text_input is not None
+        return tuple(self._tokenizer.encode(request.text_input))
+
+    async def _generate(self, generation: Generation) -> None:
+        """Attempts until one reaches the last token; each goes on where the one before ended."""
+        request_id = secrets.token_hex(8)
+        for attempt in range(self._settings.max_attempts):
+            stream = self._plane.open(f"{request_id}.{attempt}")
+            is_complete = False
+            try:
+                is_complete = await self._attempt(generation, stream)
+                return
+            except (Unavailable, EngineFault) as error:
+                if attempt + 1 == self._settings.max_attempts:
+                    raise
+                _log.warning("request %s: attempt %d failed: %s", request_id, attempt, error)
+                generation.timings.retries += 1
+                self._metrics.count("tandem_reprefills_total")
+            finally:
+                self._plane.close(stream, cancel=not is_complete)
+
+    async def _attempt(self, generation: Generation, stream: TokenStream) -> bool:
+        """Runs a sequence to the end of the output. True if its engine ended it as well, False if
+        the engine still has to be told.
+        """
+        path = self._choose_path(generation)
+        generation.timings.path = path
+        self._metrics.count("tandem_path_total", label_value=path)
+        handle = b""
+        if path is Path.REMOTE:
+            async with self._places[Role.PREFILL]:
+                reply, handle = await self._link.prefill(self._spec(generation, stream))
+            self._plane.keep_lease(stream)
+            generation.prefilled_remotely(reply)
+            generation.take(reply.token)
+            if generation.finish_reason is not None:
+                return not handle
+        async with self._places[Role.DECODE]:
+            admitted = await self._link.decode(self._spec(generation, stream), handle)
+        self._plane.admitted(stream, admitted.worker)
+        generation.admitted(admitted)
+        self._prefixes.add(generation.prompt_ids)
+        engine_ended = False
+        while generation.finish_reason is None:
+            event = await stream.get()
+            if isinstance(event, Prefilled):
+                generation.prefilled_locally(event)
+            else:
+                generation.take(event)
+                engine_ended = event.finish_reason is not None
+        return engine_ended
+
+    def _choose_path(self, generation: Generation) -> Path:
+        prompt_ids = generation.prompt_ids
+        num_uncached = len(prompt_ids) - self._prefixes.cached_tokens(prompt_ids)
+        return choose_path(self._settings, num_uncached, self._plane.loads)
+
+    def _spec(self, generation: Generation, stream: TokenStream) -> SequenceSpec:
+        return SequenceSpec(
+            sequence_id=stream.sequence_id,
+            reply_to=self._plane.name,
+            prompt_ids=generation.prompt_ids,
+            output_ids=tuple(generation.output_ids),
+            sampling=generation.sampling,
+        )
+
+    def _fail(self, responder: Responder, error: TandemError) -> None:
+        outcome = "cancelled" if isinstance(error, RequestCancelled) else error.code.value
+        self._metrics.count("tandem_requests_total", label_value=outcome)
+        responder.fail(error)
+
+    def _count_live(self, change: int) -> int:
+        self._num_live += change
+        return self._num_live

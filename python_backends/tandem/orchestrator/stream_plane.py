@@ -1,0 +1,182 @@
+"""The orchestrator's end of the stream plane: one ROUTER socket that every engine connects to.
+
+Tokens come in, one message an engine step; cancels, lease renewals and pings go out. An engine
+that is silent for ``worker_timeout_s`` is dead: its sequences get an ``EngineDied`` at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from tandem import wire
+from tandem.errors import EngineDied, TandemError, from_wire
+from tandem.types import Load
+
+PING_S = 1.0
+_RENEW_EVERY_PINGS = 5
+_MAX_REMEMBERED_CANCELS = 256
+_log = logging.getLogger(__name__)
+_decode = wire.decoder(wire.StepMessage).decode
+
+StreamEvent = wire.TokenEvent | wire.Prefilled | TandemError
+
+
+@dataclass
+class _Worker:
+    name: str
+    load: Load
+    last_heard_s: float
+    sequences: set[str] = field(default_factory=set)
+
+
+class TokenStream:
+    """The events of one sequence, in the order in which they came."""
+
+    def __init__(self, sequence_id: str) -> None:
+        self.sequence_id = sequence_id
+        self._events: asyncio.Queue[StreamEvent] = asyncio.Queue()
+
+    def put(self, event: StreamEvent) -> None:
+        self._events.put_nowait(event)
+
+    async def get(self) -> wire.TokenEvent | wire.Prefilled:
+        """The next event; raises the error that ended the sequence."""
+        event = await self._events.get()
+        if isinstance(event, TandemError):
+            raise event
+        return event
+
+
+class StreamPlane:
+    """Owned by the orchestrator's event loop."""
+
+    def __init__(self, runtime_dir: str, name: str, worker_timeout_s: float) -> None:
+        self.name = name
+        self._path = Path(runtime_dir) / f"stream-{name}"
+        self._worker_timeout_s = worker_timeout_s
+        self._workers: dict[bytes, _Worker] = {}  # by socket identity: worker and incarnation
+        self._streams: dict[str, TokenStream] = {}
+        self._waiting_for_pull: set[str] = set()
+        self._cancelled: deque[str] = deque(maxlen=_MAX_REMEMBERED_CANCELS)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.sndhwm = 0
+        self._socket.bind(f"ipc://{self._path}")
+        self._tasks = [
+            asyncio.create_task(self._receive()),
+            asyncio.create_task(self._keep_alive()),
+        ]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._socket.close(linger=200)
+        self._context.term()
+        self._path.unlink(missing_ok=True)
+
+    @property
+    def loads(self) -> list[Load]:
+        return [worker.load for worker in self._workers.values()]
+
+    def open(self, sequence_id: str) -> TokenStream:
+        stream = self._streams[sequence_id] = TokenStream(sequence_id)
+        return stream
+
+    def close(self, stream: TokenStream, *, cancel: bool) -> None:
+        """No event is wanted any more. With ``cancel`` every engine drops what it holds of it."""
+        self._streams.pop(stream.sequence_id, None)
+        self._waiting_for_pull.discard(stream.sequence_id)
+        for worker in self._workers.values():
+            worker.sequences.discard(stream.sequence_id)
+        if cancel:
+            self._cancelled.append(stream.sequence_id)
+            self._broadcast(wire.Cancel(sequence_ids=[stream.sequence_id]))
+
+    def keep_lease(self, stream: TokenStream) -> None:
+        """Renews the lease of this sequence's KV until ``admitted`` or ``close``."""
+        self._waiting_for_pull.add(stream.sequence_id)
+
+    def admitted(self, stream: TokenStream, worker_name: str) -> None:
+        """The sequence runs on this worker: if the worker dies, so does the stream."""
+        self._waiting_for_pull.discard(stream.sequence_id)
+        for worker in self._workers.values():
+            if worker.name == worker_name:
+                worker.sequences.add(stream.sequence_id)
+
+    async def _receive(self) -> None:
+        while True:
+            identity, payload = await self._socket.recv_multipart()
+            try:
+                message = _decode(payload)
+            except msgspec.DecodeError:
+                _log.exception("a message of %r cannot be read", identity)
+                continue
+            self._dispatch(identity, message)
+
+    def _dispatch(self, identity: bytes, message: wire.StepMessage) -> None:
+        worker = self._workers.get(identity)
+        if worker is None:
+            self._bury_predecessors(message.worker)
+            worker = self._workers[identity] = _Worker(message.worker, message.load, 0.0)
+            # What was cancelled while it waited in Triton's queue may reach this engine only now.
+            self._send(identity, wire.Cancel(sequence_ids=list(self._cancelled)))
+        worker.load = message.load
+        worker.last_heard_s = time.monotonic()
+        events: list[wire.TokenEvent | wire.Prefilled] = [*message.prefilled, *message.tokens]
+        for event in events:
+            stream = self._streams.get(event.sequence_id)
+            if stream is not None:
+                worker.sequences.add(event.sequence_id)
+                stream.put(event)
+        for failure in message.failed:
+            stream = self._streams.get(failure.sequence_id)
+            if stream is not None:
+                stream.put(from_wire(failure.error, failure.message))
+
+    async def _keep_alive(self) -> None:
+        num_pings = 0
+        while True:
+            await asyncio.sleep(PING_S)
+            num_pings += 1
+            self._broadcast(wire.Ping())
+            if num_pings % _RENEW_EVERY_PINGS == 0 and self._waiting_for_pull:
+                self._broadcast(wire.Renew(sequence_ids=list(self._waiting_for_pull)))
+            now_s = time.monotonic()
+            for identity, worker in list(self._workers.items()):
+                silence_s = now_s - worker.last_heard_s
+                if silence_s > self._worker_timeout_s:
+                    self._bury(identity, f"silent for {silence_s:.1f} s")
+
+    def _bury_predecessors(self, name: str) -> None:
+        """A new incarnation of a worker says hello: what ran on the old one is gone."""
+        for identity, worker in list(self._workers.items()):
+            if worker.name == name:
+                self._bury(identity, "replaced by a new incarnation")
+
+    def _bury(self, identity: bytes, reason: str) -> None:
+        worker = self._workers.pop(identity)
+        _log.warning("worker %s is lost: %s", worker.name, reason)
+        for sequence_id in worker.sequences:
+            stream = self._streams.get(sequence_id)
+            if stream is not None:
+                stream.put(EngineDied(f"worker {worker.name} was lost: {reason}"))
+
+    def _broadcast(self, message: wire.FromOrchestrator) -> None:
+        for identity in list(self._workers):
+            self._send(identity, message)
+
+    def _send(self, identity: bytes, message: wire.FromOrchestrator) -> None:
+        self._socket.send_multipart([identity, wire.encode(message)], flags=zmq.NOBLOCK)
