@@ -121,7 +121,6 @@ def test_generate_returns_the_whole_answer(serve: Serve, scheme: str, api: str) 
         ("model 'llm_0': [UNAVAILABLE] the queue is full", Unavailable, "the queue is full"),
         ("[CANCELLED] shutting down", Cancelled, "shutting down"),
         ("[INTERNAL] KeyError: 3", ServerError, "KeyError: 3"),
-        ("no code at all", ServerError, "no code at all"),
     ],
 )
 def test_errors_are_told_apart_by_the_code_in_the_text(
@@ -132,13 +131,21 @@ def test_errors_are_told_apart_by_the_code_in_the_text(
     expected: type[TandemClientError],
     shown: str,
 ) -> None:
-    streaming = serve(scheme, [token("a"), Error(message)])
-    whole = serve(scheme, [Error(message)])
-    for call, fake in ((stream, streaming), (generate, whole)):
+    late = serve(scheme, [token("a"), Error(message)])
+    early = serve(scheme, [Error(message)])
+    for call, fake in ((stream, late), (stream, early), (generate, early)):
         with pytest.raises(TandemClientError) as caught:
             call(api, fake.url)
         assert type(caught.value) is expected
         assert str(caught.value) == shown
+
+
+def test_an_error_amid_a_stream_without_a_code_is_the_servers(
+    serve: Serve, scheme: str, api: str
+) -> None:
+    fake = serve(scheme, [token("a"), Error("no code at all")])
+    with pytest.raises(ServerError, match="no code at all"):
+        stream(api, fake.url)
 
 
 @pytest.mark.parametrize(
@@ -149,8 +156,10 @@ def test_http_status_decides_without_a_code(
     serve: Serve, api: str, status: int, expected: type[TandemClientError]
 ) -> None:
     fake = serve("http", [Error("unknown model", status)])
-    with pytest.raises(expected, match="unknown model"):
-        generate(api, fake.url)
+    for call in (stream, generate):
+        with pytest.raises(expected) as caught:
+            call(api, fake.url)
+        assert str(caught.value) == "unknown model"
 
 
 @pytest.mark.parametrize(

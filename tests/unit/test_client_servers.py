@@ -37,10 +37,13 @@ PATIENCE_S = 5.0  # only a failing test waits this long
 
 @dataclass(frozen=True)
 class Error:
-    """An error of the model; ``status`` is that of HTTP where no stream was asked for."""
+    """An error of the model. ``status`` is that of HTTP if it comes before any response.
+
+    Triton 24.10 answers 400 whatever the code of the model's error is.
+    """
 
     message: str
-    status: int = 500
+    status: int = 400
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,8 @@ def http_server(fake: FakeTriton) -> Iterator[FakeTriton]:
                 self._reply(200, _json(step))
 
         def _stream(self) -> None:
-            self.send_response(200)
+            first = fake.script[0] if fake.script else None
+            self.send_response(first.status if isinstance(first, Error) else 200)
             self.send_header("content-type", "text/event-stream")
             self.send_header("transfer-encoding", "chunked")
             self.end_headers()

@@ -91,8 +91,9 @@ class ResponseDecoder:
         yield _response(body)
 
     def _error_text(self, body: bytes) -> str:
+        # An error before the first response of a stream has an error status, but is an event.
         try:
-            return str(msgspec.json.decode(body)["error"])
+            return str(msgspec.json.decode(body.removeprefix(b"data:"))["error"])
         except (msgspec.MsgspecError, KeyError, TypeError):
             return f"HTTP {self._status_code}: {body[:_MAX_QUOTED].decode(errors='replace')}"
 
