@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.engine.attention import ATTENTION_NAME
 from tandem.engine.model_config import ModelLimits, model_limits, weight_files
+from tandem.engine.packed_linear import pack_linears
 from tandem.engine.slab import TORCH_DTYPES
 from tandem.errors import ConfigError, EngineFault
 from tandem.kv.layout import KVLayout
@@ -68,6 +69,8 @@ def load_model(model_dir: str | Path, dtype_name: str, device: str) -> LoadedMod
         )
     causal_lm.eval().requires_grad_(False).to(device)
     shape = _probe(causal_lm, config, device)
+    if causal_lm.device.type == "cpu":
+        pack_linears(causal_lm)
     return LoadedModel(
         causal_lm=causal_lm,
         device=causal_lm.device,

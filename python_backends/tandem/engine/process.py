@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 def main() -> None:
     started_s = time.monotonic()
     config = _read_config(sys.stdin.buffer)
-    _die_with_parent(sys.stdin.buffer)
+    _die_with_parent()
     logging.basicConfig(
         level=config.deployment.log_level,
         format=f"%(asctime)s {config.worker} %(levelname)s %(name)s: %(message)s",
@@ -67,6 +67,7 @@ def _serve(config: EngineConfig, started_s: float) -> None:
     signal.signal(signal.SIGTERM, lambda *_: loop.inbox.put(Shutdown()))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; wait for TERM
 
+    _log.info("loading %s", deployment.model)
     model = load_model(deployment.model, settings.dtype, config.device)
     layout = model.layout(settings.block_size)
     num_blocks = _num_blocks(config, model, layout)
@@ -154,12 +155,12 @@ def _read_config(stdin: BinaryIO) -> EngineConfig:
     return wire.decoder(EngineConfig).decode(stdin.read(size))
 
 
-def _die_with_parent(stdin: BinaryIO) -> None:
+def _die_with_parent() -> None:
     """Two ways, because either can fail: the kernel's signal, and the end of the pipe."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def watch() -> None:
-        stdin.read(1)
+        os.read(0, 1)
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()

@@ -35,7 +35,6 @@ from tandem.triton_backend.triton_metrics import TritonMetrics
 
 _POLL_S = 0.1
 _MAX_CHECKS_PER_POLL = 40  # a check costs 250 µs of the event loop
-_FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _log = logging.getLogger(__name__)
 
 
@@ -156,10 +155,13 @@ class _TritonResponder:
                 tensors.append(pb_utils.Tensor(name, np.array([count], np.int32)))
         if usage.timings is not None:
             tensors.append(_bytes_tensor("timings", json.dumps(usage.timings)))
-        self._sender.send(pb_utils.InferenceResponse(tensors), flags=_FINAL)
+        self._send_last(pb_utils.InferenceResponse(tensors))
 
     def fail(self, error: TandemError) -> None:
-        self._sender.send(error_response(error), flags=_FINAL)
+        self._send_last(error_response(error))
+
+    def _send_last(self, response: Any) -> None:
+        self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def is_cancelled(self) -> bool:
         self.checked_s = time.monotonic()

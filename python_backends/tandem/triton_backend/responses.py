@@ -9,18 +9,13 @@ import triton_python_backend_utils as pb_utils
 
 from tandem.errors import EngineFault, ErrorCode, InvalidRequest, TandemError, Unavailable
 
-_CODES = {
-    ErrorCode.INVALID_ARG: pb_utils.TritonError.INVALID_ARG,
-    ErrorCode.UNAVAILABLE: pb_utils.TritonError.UNAVAILABLE,
-    ErrorCode.CANCELLED: pb_utils.TritonError.CANCELLED,
-    ErrorCode.INTERNAL: pb_utils.TritonError.INTERNAL,
-}
-
 
 def error_response(error: TandemError) -> Any:
     """The code is in the text as well: streams carry only the text."""
+    # pb_utils gets these names only after the model's module was imported.
+    code = getattr(pb_utils.TritonError, error.code.value)
     message = f"[{error.code}] {error}"
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, _CODES[error.code]))
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
 
 
 def error_from_response(message: str) -> TandemError:
