@@ -1,19 +1,37 @@
-"""The ``tandem`` program. Commands import what they need when they run."""
+"""The ``tandem`` program. A command's module is imported only when that command is used."""
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
 from tandem_cli.errors import CliError
-from tandem_cli.fetch import fetch
+
+COMMANDS = {
+    "run": "tandem_cli.run",
+    "serve": "tandem_cli.serve",
+    "fetch": "tandem_cli.fetch",
+    "generate": "tandem_client.cli",  # needs neither torch nor the server's package
+    "chat": "tandem_client.cli",
+}
 
 
 class Commands(TyperGroup):
-    """Shows a ``CliError`` as one message with exit status 1."""
+    """Finds a command in its module; shows a ``CliError`` as one message, exit status 1."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        program = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        program.command(cmd_name)(getattr(import_module(COMMANDS[cmd_name]), cmd_name))
+        return typer.main.get_command(program)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -24,15 +42,10 @@ class Commands(TyperGroup):
 
 
 app = typer.Typer(
-    cls=Commands,
-    help="Disaggregated LLM serving inside NVIDIA Triton.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+    cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
-app.command()(fetch)
 
 
 @app.callback()
 def main() -> None:
-    pass
+    """Disaggregated LLM serving inside NVIDIA Triton."""

@@ -1,0 +1,54 @@
+"""``tandem run``: fetch everything, serve, and show one answer."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+
+from tandem_cli.serve import DEFAULTS, log_printer, run_foreground
+from tandem_cli.server import TandemServer
+
+QUESTION = "What is the capital of France?"
+
+
+def run(
+    log_level: str = typer.Option("warning", help="debug, info, warning or error."),
+) -> None:
+    """Fetch Triton and a small model, serve it and ask it one question; Ctrl-C stops."""
+    console = Console(stderr=True, highlight=False)
+    server = TandemServer(log=log_printer(console), model=DEFAULTS.model, log_level=log_level)
+
+    def on_ready() -> None:
+        print(server.ready_line(), flush=True)
+        ask(server.http_url, QUESTION)
+        print(f"\nNow ask your own (Ctrl-C here stops the server):\n{curl(server.http_url)}\n"
+              f"  tandem chat --url {server.http_url}", flush=True)
+
+    raise typer.Exit(run_foreground(server, console, on_ready))
+
+
+def ask(url: str, question: str) -> None:
+    """Streams the answer to stdout, then its timings and the path it took."""
+    from tandem_client import TandemClient
+    from tandem_client.summary import summary_line
+
+    print(f"\n> {question}", flush=True)
+    with (
+        TandemClient(url) as client,
+        client.stream(messages=[{"role": "user", "content": question}], max_tokens=64) as stream,
+    ):
+        for chunk in stream:
+            sys.stdout.write(chunk.text)
+            sys.stdout.flush()
+        completion = stream.result()
+    print(f"\n{summary_line(completion)}", flush=True)
+
+
+def curl(url: str) -> str:
+    """A command that streams one answer with curl alone."""
+    return (
+        f"  curl -N {url}/v2/models/llm/generate_stream -d "
+        "'{\"text_input\": \"Once upon a time\", \"max_tokens\": 32, \"stream\": true}'"
+    )

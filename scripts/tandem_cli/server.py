@@ -1,0 +1,272 @@
+"""``TandemServer``: a real tritonserver with Tandem's models, started, watched and stopped."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import random
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tandem.types import Policy
+
+from tandem_cli.errors import CliError
+from tandem_cli.overrides import parse_override
+from tandem_cli.ports import Ports, choose_ports
+from tandem_cli.preflight import REGION_BYTES, check_model, check_shared_memory
+from tandem_cli.repository import (
+    CPU_PROFILE,
+    DEFAULT_REPOSITORY,
+    RenderedRepository,
+    RepositoryPlan,
+    render,
+)
+from tandem_cli.runtime_dir import RuntimeDir, remove_stale
+from tandem_cli.server_process import ServerProcess
+from tandem_cli.triton import TritonInstallation, fetch_triton, triton_installation
+
+# What clients of a public endpoint must not do: load models, map memory, write traces, set logs.
+ADMIN_APIS = "model-repository,shared-memory,trace,logging"
+ADMIN_HEADER = "tandem-admin-key"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+STOP_GRACE_S = 40.0  # tritonserver itself gives up after 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Options of ``tandem serve``; its defaults are read from here."""
+
+    model: str = "smollm2"
+    profile: str = CPU_PROFILE
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    policy: Policy = Policy.AUTO
+    prefill_instances: int | None = None
+    decode_instances: int | None = None
+    log_level: str = "info"
+    settings: Sequence[str] = ()  # KEY=VALUE or MODEL.KEY=VALUE
+    model_repository: Path = DEFAULT_REPOSITORY
+
+    def __post_init__(self) -> None:
+        if self.log_level not in LOG_LEVELS:
+            raise CliError(f"--log-level {self.log_level}: one of {', '.join(LOG_LEVELS)}")
+
+    def plan(self) -> RepositoryPlan:
+        return RepositoryPlan(
+            policy=Policy(self.policy),
+            profile=self.profile,
+            prefill_instances=self.prefill_instances,
+            decode_instances=self.decode_instances,
+            overrides=tuple(parse_override(text) for text in self.settings),
+            num_cores=len(os.sched_getaffinity(0)),
+        )
+
+
+def log_to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class TandemServer:
+    """Takes the fields of ``ServerOptions`` as keywords. As a context manager it is ready.
+
+    ::
+
+        with TandemServer(http_port=0, grpc_port=0, metrics_port=0, policy="never") as server:
+            httpx.get(f"{server.http_url}/v2/health/ready")
+
+    When the block ends no process, no file in /dev/shm and no runtime folder is left.
+    """
+
+    ports: Ports  # all these from start() on
+    repository: RenderedRepository
+    model: Path
+    runtime_dir: RuntimeDir
+
+    def __init__(self, *, log: Callable[[str], None] = log_to_stderr, **options: Any) -> None:
+        self.options = ServerOptions(**options)
+        self.admin_headers = {ADMIN_HEADER: secrets.token_hex(16)}
+        self._log = log
+        self._process: ServerProcess | None = None
+
+    @property
+    def http_url(self) -> str:
+        return f"http://{self._client_host}:{self.ports.http}"
+
+    @property
+    def grpc_address(self) -> str:
+        return f"{self._client_host}:{self.ports.grpc}"
+
+    @property
+    def metrics_url(self) -> str:
+        return f"http://{self._client_host}:{self.ports.metrics}/metrics"
+
+    @property
+    def pid(self) -> int:
+        return self._running().pid
+
+    @property
+    def loaded_models(self) -> list[str]:
+        """Models that the log reported as loaded."""
+        return self._running().loaded_models
+
+    def start(self) -> None:
+        """Checks everything, then starts the process; call ``stop`` whatever happens next."""
+        plan = self.options.plan()
+        self.model = _resolve_model(self.options.model)
+        check_model(self.model)
+        fetch_triton()
+        triton = triton_installation()
+        self.ports = choose_ports(self.options.host, self._wanted_ports, random.SystemRandom())
+        remove_stale()
+        self.runtime_dir = RuntimeDir()
+        try:
+            source = self.options.model_repository
+            self.repository = render(source, self.runtime_dir.path / "models", plan)
+            check_shared_memory(self.repository.num_instances)
+            command = [str(triton.server), *self._arguments(triton)]
+            self._process = ServerProcess(command, self._environment(triton), self._log)
+        except BaseException:
+            self.runtime_dir.remove()
+            raise
+
+    def wait_ready(
+        self, timeout_s: float = 900.0, on_wait: Callable[[float], None] | None = None
+    ) -> None:
+        """Returns once all models serve; ``on_wait`` hears the seconds that have passed."""
+        process, started = self._running(), time.monotonic()
+        while not _is_ready(self._client_host, self.ports.http):
+            elapsed = time.monotonic() - started
+            if process.wait(0.2) is not None:
+                process.close()
+                lines = "\n  ".join(process.error_lines())
+                raise CliError(f"tritonserver ended with status {process.poll()} before it was "
+                               f"ready:\n  {lines}")
+            if elapsed > timeout_s:
+                raise CliError(f"tritonserver was not ready after {timeout_s:.0f} s")
+            if on_wait:
+                on_wait(elapsed)
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """The exit status once the server ended by itself; None when it still runs."""
+        return self._running().wait(timeout_s)
+
+    def kill(self) -> None:
+        """Ends the server and all its children at once; ``stop`` must still clean up."""
+        if self._process:
+            self._process.kill()
+
+    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """Orderly stop, after the grace a hard one; removes all traces. May be called again."""
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            self._process.terminate()
+            self._process.wait(grace_s)
+        self._process.close()
+        self.runtime_dir.remove()
+        self._process = None
+
+    def ready_line(self) -> str:
+        """What ``tandem serve`` prints for programs that wait for it."""
+        count = self.repository.instances
+        return (
+            f"ready http={self.http_url} grpc={self.grpc_address} metrics={self.metrics_url} "
+            f"model={self.model.name} policy={self.options.policy} "
+            f"prefill={count.get('prefill', 0)} decode={count.get('decode', 0)}"
+        )
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _running(self) -> ServerProcess:
+        assert self._process is not None, "the server was not started"
+        return self._process
+
+    @property
+    def _client_host(self) -> str:
+        any_address = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+        host = self.options.host
+        return any_address.get(host, f"[{host}]" if ":" in host else host)
+
+    @property
+    def _wanted_ports(self) -> Ports:
+        options = self.options
+        return Ports(
+            http=options.http_port, grpc=options.grpc_port, metrics=options.metrics_port
+        )
+
+    def _arguments(self, triton: TritonInstallation) -> list[str]:
+        options, ports = self.options, self.ports
+        admin = f"{ADMIN_APIS}:{ADMIN_HEADER}={self.admin_headers[ADMIN_HEADER]}"
+        info = options.log_level in ("debug", "info")
+        arguments = [
+            f"--model-repository={self.repository.path}",
+            f"--backend-directory={triton.backend_directory}",
+            f"--http-address={options.host}",
+            f"--http-port={ports.http}",
+            f"--grpc-address={options.host}",
+            f"--grpc-port={ports.grpc}",
+            f"--metrics-address={options.host}",
+            f"--metrics-port={ports.metrics}",
+            "--disable-auto-complete-config",
+            "--exit-timeout-secs=30",
+            f"--log-info={str(info).lower()}",
+            f"--log-warning={str(options.log_level != 'error').lower()}",
+            f"--http-restricted-api={admin}",
+            f"--grpc-restricted-protocol={admin}",
+            f"--backend-config=python,shm-region-prefix-name={self.runtime_dir.shm_prefix}",
+            f"--backend-config=python,shm-default-byte-size={REGION_BYTES}",
+        ]
+        if options.profile != CPU_PROFILE:
+            arguments.append(f"--model-config-name={options.profile}")
+        return arguments
+
+    def _environment(self, triton: TritonInstallation) -> dict[str, str]:
+        return triton.env() | {
+            "TANDEM_MODEL": str(self.model),
+            "TANDEM_RUNTIME_DIR": str(self.runtime_dir.path),
+            "TANDEM_LOG_LEVEL": self.options.log_level.upper(),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+
+
+def _resolve_model(model: str) -> Path:
+    if model == "smollm2":
+        from tandem_cli.smollm2 import fetch_smollm2
+
+        return fetch_smollm2()
+    return Path(model).expanduser().resolve()
+
+
+def _is_ready(host: str, port: int) -> bool:
+    connection = http.client.HTTPConnection(host, port, timeout=2)
+    try:
+        connection.request("GET", "/v2/health/ready")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
