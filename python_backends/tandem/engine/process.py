@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import secrets
 import signal
 import sys
 import threading
@@ -19,25 +18,15 @@ from typing import BinaryIO
 
 from tandem import wire
 from tandem.config import EngineConfig
-from tandem.engine.engine import Engine, EngineLimits
+from tandem.engine.build import build_engine, export_memory
 from tandem.engine.engine_io import EngineIO
 from tandem.engine.engine_loop import EngineLoop
 from tandem.engine.events import Shutdown
-from tandem.engine.exports import Exports, Identity
-from tandem.engine.imports import Imports
 from tandem.engine.lease_timer import LeaseTimer
-from tandem.engine.model import LoadedModel, load_model
+from tandem.engine.model import load_model
 from tandem.engine.model_config import model_fingerprint
-from tandem.engine.model_runner import ModelRunner
-from tandem.engine.scheduler import Scheduler
-from tandem.engine.slab import slab_tensor
 from tandem.errors import ConfigError
-from tandem.kv.block_manager import BlockManager
-from tandem.kv.layout import KVLayout
-from tandem.kv.lease_board import LeaseBoard
 from tandem.transport import create_transport
-from tandem.transport.base import RegionShape
-from tandem.transport.fenced_pull import FencedPuller
 
 NUM_PULL_THREADS = 2
 _PR_SET_PDEATHSIG = 1
@@ -62,92 +51,52 @@ def main() -> None:
 
 def _serve(config: EngineConfig, started_s: float) -> None:
     settings, deployment = config.settings, config.deployment
-    incarnation = secrets.token_hex(8)
     loop = EngineLoop()
     signal.signal(signal.SIGTERM, lambda *_: loop.inbox.put(Shutdown()))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; wait for TERM
 
     _log.info("loading %s", deployment.model)
     model = load_model(deployment.model, settings.dtype, config.device)
-    layout = model.layout(settings.block_size)
-    num_blocks = _num_blocks(config, model, layout)
-    transport = create_transport(settings.transport)
-    shape = RegionShape(num_blocks, layout.block_bytes, num_slots=num_blocks)
-    region = transport.export(shape, incarnation)
-    slab = slab_tensor(region.slab.data, layout, num_blocks)
-    fingerprint = model_fingerprint(deployment.model, layout)
-    identity = Identity(incarnation, settings.transport, region.endpoint, fingerprint)
-
-    blocks = BlockManager(num_blocks)
-    board = LeaseBoard(region.slots, settings.lease_ttl_s, time.monotonic)
-    puller = FencedPuller(transport, region.slab, settings.pull_timeout_s)
+    memory = export_memory(settings, model, create_transport(settings.transport))
+    fingerprint = model_fingerprint(deployment.model, memory.layout)
     pull_threads = ThreadPoolExecutor(NUM_PULL_THREADS, thread_name_prefix="pull")
-    io = EngineIO(config, incarnation, loop.inbox.put)
-    timer = LeaseTimer(board, loop.inbox.put)
-    engine = Engine(
+    io = EngineIO(config, memory.incarnation, loop.inbox.put)
+    engine = build_engine(
+        settings,
+        model,
+        memory,
         worker=config.worker,
-        incarnation=incarnation,
-        limits=EngineLimits(
-            settings.role, settings.block_size, model.limits.vocab_size, settings.max_model_len
-        ),
-        runner=ModelRunner(model, slab),
-        blocks=blocks,
-        scheduler=Scheduler(
-            blocks, settings.block_size, settings.max_num_seqs, settings.max_num_batched_tokens
-        ),
-        exports=Exports(identity, deployment.secret, board, blocks),
-        imports=Imports(
-            identity,
-            deployment.secret,
-            puller,
-            settings.block_size,
-            spawn=pull_threads.submit,
-            done=loop.inbox.put,
-        ),
+        fingerprint=fingerprint,
+        secret=deployment.secret,
         outbox=io,
-        clock=time.monotonic,
+        spawn=pull_threads.submit,
+        done=loop.inbox.put,
     )
+    timer = LeaseTimer(memory.board, loop.inbox.put)
     io.start()
     timer.start()
     ready = wire.Ready(
-        incarnation=incarnation,
+        incarnation=memory.incarnation,
         fingerprint=fingerprint,
-        num_blocks=num_blocks,
+        num_blocks=len(memory.region.slab),
         max_model_len=settings.max_model_len,
         load_s=time.monotonic() - started_s,
     )
     io.to_shim(ready)
-    _log.info("ready in %.1f s: %d blocks of %d bytes", ready.load_s, num_blocks, shape.block_bytes)
+    _log.info(
+        "ready in %.1f s: %d blocks of %d KiB, %s",
+        ready.load_s,
+        ready.num_blocks,
+        memory.layout.block_bytes // 1024,
+        memory.layout.dtype_name,
+    )
     try:
         loop.run(engine, io)
     finally:
         timer.stop()
         pull_threads.shutdown(wait=True, cancel_futures=True)
-        puller.close()
+        memory.puller.close()
         io.stop()
-
-
-def _num_blocks(config: EngineConfig, model: LoadedModel, layout: KVLayout) -> int:
-    settings = config.settings
-    if settings.max_model_len > model.limits.max_position_embeddings:
-        raise ConfigError(
-            f"max_model_len = {settings.max_model_len}: the model has "
-            f"{model.limits.max_position_embeddings} positions"
-        )
-    if settings.max_num_seqs > settings.max_num_batched_tokens:
-        raise ConfigError(
-            f"max_num_seqs = {settings.max_num_seqs}: must not exceed max_num_batched_tokens "
-            f"({settings.max_num_batched_tokens}), every sequence decodes one token a step"
-        )
-    num_blocks = layout.num_blocks_in(settings.kv_cache_mb * 2**20)
-    needed = -(-settings.max_model_len // settings.block_size)
-    if num_blocks < needed:
-        needed_mb = -(-needed * layout.block_bytes // 2**20)
-        raise ConfigError(
-            f"kv_cache_mb = {settings.kv_cache_mb}: one request of max_model_len "
-            f"{settings.max_model_len} needs {needed_mb}"
-        )
-    return num_blocks
 
 
 def _read_config(stdin: BinaryIO) -> EngineConfig:

@@ -26,6 +26,8 @@ from tandem.transport.region import (
     write_header,
 )
 
+_MADV_POPULATE_WRITE = 23  # not in Python's mmap yet
+
 
 class ShmTransport:
     def export(self, shape: RegionShape, incarnation: str) -> ShmRegion:
@@ -41,7 +43,9 @@ class ShmRegion:
     def __init__(self, shape: RegionShape, incarnation: str) -> None:
         self._fd = os.memfd_create(f"tandem-{incarnation}", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, shape.total_bytes)
-        buffer = np.frombuffer(mmap.mmap(self._fd, shape.total_bytes), dtype=np.uint8)
+        memory = mmap.mmap(self._fd, shape.total_bytes)
+        _populate(memory)
+        buffer = np.frombuffer(memory, dtype=np.uint8)
         write_header(buffer, shape, incarnation)
         view = RegionView(buffer, shape)
         self.slab = view.slab
@@ -65,7 +69,9 @@ class ShmPeer:
             raise PullFailed(f"the exporting engine is gone: {error}") from error
         try:
             self.shape = read_header(os.pread(descriptor, 4096, 0), incarnation)
-            buffer = np.frombuffer(mmap.mmap(descriptor, self.shape.total_bytes), dtype=np.uint8)
+            memory = mmap.mmap(descriptor, self.shape.total_bytes)
+            _populate(memory)
+            buffer = np.frombuffer(memory, dtype=np.uint8)
             self._pidfd = os.pidfd_open(int(pid))
         except (OSError, ValueError) as error:
             raise PullFailed(f"the exporting engine's region cannot be mapped: {error}") from error
@@ -99,3 +105,11 @@ class ShmPeer:
     def close(self) -> None:
         """The memory itself is unmapped with the last reference, so a pull under way is safe."""
         os.close(self._pidfd)
+
+
+def _populate(memory: mmap.mmap) -> None:
+    """Faults all pages in now: a first pull into untouched pages ran at 0.25 GB/s."""
+    try:
+        memory.madvise(_MADV_POPULATE_WRITE)
+    except OSError:
+        pass  # before Linux 5.14; pages come when touched
