@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from tandem.engine.sampler import Sampled, SampleRequest, sample, uniform
 from tandem.errors import EngineFault
 from tandem.types import SamplingParams
@@ -113,6 +114,22 @@ def test_min_p_keeps_what_is_near_the_best():
     assert support(logits, temperature=1.0, min_p=0.5) == {1, 2}
     assert support(logits, temperature=1.0, min_p=0.25) == {1, 2, 3}
     assert support(logits, temperature=1.0, min_p=1.0) == {1}
+
+
+def test_equal_scores_at_the_edge_of_a_filter_all_stay():
+    assert support([3.0, 1.0, 2.0, 2.0], temperature=3.0, top_k=2) == {0, 2, 3}
+    logits = log_probs([0.5, 0.1, 0.2, 0.2])
+    assert support(logits, temperature=1.0, top_p=0.6) == {0, 2, 3}
+
+
+def test_top_p_over_a_nearly_flat_vocabulary():
+    """The set is wider than the first guess of the search, and than the second."""
+    logits = -torch.arange(20_000) / 50_000
+    cdf = torch.softmax(logits.double(), -1).cumsum(-1)
+    num_kept = int((cdf < 0.7).sum()) + 1
+    requests = [request(temperature=1.0, top_p=0.7, seed=seed) for seed in range(300)]
+    tokens = [s.token_id for s in sample(logits.expand(300, -1), requests)]
+    assert 0.95 * num_kept < max(tokens) < num_kept
 
 
 @pytest.mark.parametrize(

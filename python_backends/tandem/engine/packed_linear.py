@@ -34,14 +34,24 @@ class PackedLinear(nn.Module):
 def pack_linears(model: nn.Module) -> int:
     """Replace every ``nn.Linear`` of a CPU model in place; returns how many.
 
-    Does nothing where this build of torch has no oneDNN.
+    Leaves the layers whose dtype oneDNN cannot compute on this CPU.
     """
-    if not torch.backends.mkldnn.is_available():
-        return 0
+    dtypes = _packable_dtypes()
     num_packed = 0
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear:
+            if type(child) is nn.Linear and child.weight.dtype in dtypes:
                 setattr(module, name, PackedLinear(child))
                 num_packed += 1
     return num_packed
+
+
+def _packable_dtypes() -> set[torch.dtype]:
+    if not torch.backends.mkldnn.is_available():
+        return set()
+    dtypes = {torch.float32}
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        dtypes.add(torch.bfloat16)
+    if torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        dtypes.add(torch.float16)
+    return dtypes

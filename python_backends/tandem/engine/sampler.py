@@ -12,7 +12,6 @@ restart changes it.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ from tandem.errors import EngineFault
 from tandem.types import SamplingParams
 
 _UINT64 = (1 << 64) - 1
+_NUM_LIKELY = 256  # tokens that nearly always hold the mass of top_p
 
 
 @dataclass(frozen=True)
@@ -98,49 +98,69 @@ def _choose(scores: torch.Tensor, requests: list[SampleRequest]) -> torch.Tensor
     _apply_count_penalties(scores, requests)
     _suppress_stops(scores, requests)
     token_ids = scores.argmax(dim=-1)
-    # Rows of one group see the same operations whatever else is in the batch.
-    groups: dict[tuple[int, bool], list[int]] = defaultdict(list)
-    for row, request in enumerate(requests):
-        if request.params.temperature > 0:
-            top_k = min(max(request.params.top_k, 0), scores.shape[-1])
-            groups[top_k, request.params.top_p < 1].append(row)
-    for (top_k, has_top_p), rows in groups.items():
-        chosen = [requests[row] for row in rows]
-        token_ids[rows] = _sample_group(scores[rows], chosen, top_k, has_top_p)
+    drawn = [row for row, request in enumerate(requests) if request.params.temperature > 0]
+    if drawn:
+        token_ids[drawn] = _draw(scores[drawn], [requests[row] for row in drawn])
     return token_ids
 
 
-def _sample_group(
-    scores: torch.Tensor, requests: list[SampleRequest], top_k: int, has_top_p: bool
-) -> torch.Tensor:
-    """Token ids [num_requests] of rows with the same top_k, that all use top_p or all do not."""
+def _draw(scores: torch.Tensor, requests: list[SampleRequest]) -> torch.Tensor:
+    """Token ids [num_requests], all of temperature above 0.
 
-    def column(values: list[float], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=scores.device).unsqueeze(-1)
-
+    Each filter is a threshold, and the draw goes in the order of the vocabulary: nothing depends
+    on how a sort orders equal scores, which differs with the shape of the batch. Tokens as likely
+    as the last one kept are kept too.
+    """
     params = [request.params for request in requests]
-    scores = scores / column([p.temperature for p in params], torch.float32)
-    order: torch.Tensor | None = None  # token id of each column, if not the column itself
-    if top_k:
-        scores, order = scores.topk(top_k, dim=-1)  # sorted
-    elif has_top_p:
-        scores, order = scores.sort(dim=-1, descending=True, stable=True)
+    device = scores.device
+    scores.div_(_column([p.temperature for p in params], torch.float32, device))
+    if any(p.top_k > 0 for p in params):
+        scores.masked_fill_(scores < _kth_score(scores, [p.top_k for p in params]), -torch.inf)
     probs = torch.softmax(scores, dim=-1)
-    if has_top_p:
-        before = probs.cumsum(dim=-1, dtype=torch.float64) - probs
-        is_cut = before >= column([p.top_p for p in params], torch.float64)
-        is_cut[:, 0] = False
-        probs = probs.masked_fill(is_cut, 0.0)
+    floor = torch.zeros(len(params), 1, device=device)
+    if any(p.top_p < 1 for p in params):
+        floor = _top_p_floor(probs, [p.top_p for p in params])
     if any(p.min_p > 0 for p in params):
-        floor = probs.amax(dim=-1, keepdim=True) * column([p.min_p for p in params], torch.float32)
-        probs = probs.masked_fill(probs < floor, 0.0)
+        min_p = _column([p.min_p for p in params], torch.float32, device)
+        floor = torch.maximum(floor, probs.amax(dim=-1, keepdim=True) * min_p)
+    probs.masked_fill_(probs < floor, 0.0)
     cdf = probs.cumsum(dim=-1, dtype=torch.float64)
-    points = column([uniform(r.params.seed, r.position) for r in requests], torch.float64)
-    columns = torch.searchsorted(cdf, points * cdf[:, -1:], right=True)
-    # Rounding may put a point on the very end of the CDF: take the last column of weight.
-    last = (cdf < cdf[:, -1:]).sum(dim=-1, keepdim=True)
-    columns = torch.minimum(columns, last)
-    return (columns if order is None else order.gather(-1, columns)).squeeze(-1)
+    total = cdf[:, -1:].contiguous()
+    points = _column([uniform(r.params.seed, r.position) for r in requests], torch.float64, device)
+    token_ids = torch.searchsorted(cdf, points * total, right=True)
+    # Rounding may put a point on the very end: the last token with any weight.
+    return torch.minimum(token_ids, torch.searchsorted(cdf, total)).squeeze(-1)
+
+
+def _kth_score(scores: torch.Tensor, top_ks: list[int]) -> torch.Tensor:
+    """[rows, 1] the smallest of the ``top_k`` best scores; -inf where top_k is off."""
+    vocab_size = scores.shape[-1]
+    width = min(max(top_ks), vocab_size)
+    best = scores.topk(width, dim=-1).values
+    ks = _column([min(k, width) if k > 0 else 1 for k in top_ks], torch.int64, scores.device)
+    is_off = _column([k <= 0 for k in top_ks], torch.bool, scores.device)
+    return best.gather(-1, ks - 1).masked_fill(is_off, -torch.inf)
+
+
+def _top_p_floor(probs: torch.Tensor, top_ps: list[float]) -> torch.Tensor:
+    """[rows, 1] the least likely token of the smallest set that holds ``top_p``; 0 where off."""
+    vocab_size = probs.shape[-1]
+    # A row without top_p needs no mass, so it does not widen the search.
+    mass = _column([p if p < 1 else 0.0 for p in top_ps], torch.float64, probs.device)
+    width = min(_NUM_LIKELY, vocab_size)
+    while True:
+        best = probs.topk(width, dim=-1).values  # sorted
+        mass_before = best.cumsum(dim=-1, dtype=torch.float64) - best
+        num_kept = (mass_before < mass).sum(dim=-1, keepdim=True)
+        if width == vocab_size or bool((num_kept < width).all()):
+            break
+        width = min(16 * width, vocab_size)
+    is_off = _column([p >= 1 for p in top_ps], torch.bool, probs.device)
+    return best.gather(-1, (num_kept - 1).clamp(min=0)).masked_fill(is_off, 0.0)
+
+
+def _column(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=device).unsqueeze(-1)
 
 
 def _apply_repetition_penalty(scores: torch.Tensor, requests: list[SampleRequest]) -> None:
