@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,11 +32,12 @@ class InProcessTransport:
 
     faults: Faults = field(default_factory=Faults)
     _regions: dict[str, Bytes] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def export(self, shape: RegionShape, incarnation: str) -> InProcessRegion:
         buffer = np.zeros(shape.total_bytes, dtype=np.uint8)
         write_header(buffer, shape, incarnation)
-        name = f"region-{len(self._regions)}"
+        name = f"region-{next(self._numbers)}"
         self._regions[name] = buffer
         return InProcessRegion(RegionView(buffer, shape), name, self._regions)
 
