@@ -36,7 +36,9 @@ class RegionView:
         )
 
     def release(self, slot: int, generation: int) -> None:
-        self.slots[slot]["released_generation"] = generation
+        """A late release must not undo that of the slot's next lease."""
+        if generation > self.read_slot(slot).released_generation:
+            self.slots[slot]["released_generation"] = generation
 
 
 def write_header(buffer: Bytes, shape: RegionShape, incarnation: str) -> None:
