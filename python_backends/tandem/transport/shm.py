@@ -73,7 +73,7 @@ class ShmPeer:
             _populate(memory)
             buffer = np.frombuffer(memory, dtype=np.uint8)
             self._pidfd = os.pidfd_open(int(pid))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OverflowError) as error:
             raise PullFailed(f"the exporting engine's region cannot be mapped: {error}") from error
         finally:
             os.close(descriptor)
@@ -82,7 +82,9 @@ class ShmPeer:
     @property
     def is_alive(self) -> bool:
         """Whether the exporting process still runs: a pidfd is readable once it has ended."""
-        return not select.select([self._pidfd], [], [], 0)[0]
+        poller = select.poll()  # select.select refuses descriptors from 1024 on
+        poller.register(self._pidfd, select.POLLIN)
+        return not poller.poll(0)
 
     def read_slot(self, slot: int) -> Slot:
         return self._view.read_slot(slot)
