@@ -13,7 +13,6 @@ from tandem.config import (
     parse_parameters,
 )
 from tandem.errors import ConfigError
-
 from tandem_cli.errors import CliError
 
 Settings = type[EngineSettings] | type[OrchestratorSettings] | type[PreprocessSettings]

@@ -51,6 +51,7 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
+        listener.listen(1)  # only a listening socket keeps others with SO_REUSEADDR off
     except OSError:
         listener.close()
         raise

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf import text_format
-from tandem.types import Policy
 from tritonclient.grpc import model_config_pb2
 
+from tandem.types import Policy
 from tandem_cli.cores import core_parameters
 from tandem_cli.errors import CliError
 from tandem_cli.overrides import Override, check_parameters, overrides_of

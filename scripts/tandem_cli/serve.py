@@ -13,8 +13,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from tandem.types import Policy
 
+from tandem.types import Policy
 from tandem_cli.server import ServerOptions, TandemServer
 
 DEFAULTS = ServerOptions()
@@ -118,8 +118,8 @@ def wait_with_status(server: TandemServer, console: Console) -> None:
     """Waits until the server is ready; shows the elapsed time and the models that are loaded."""
 
     def text(elapsed_s: float) -> str:
-        loaded = ", ".join(server.loaded_models) or "none yet"
-        return f"starting, {elapsed_s:.0f} s; models loaded: {loaded}"
+        loaded = ", ".join(server.loaded_models)  # known from the log at level info only
+        return f"starting, {elapsed_s:.0f} s" + (f"; models loaded: {loaded}" if loaded else "")
 
     if console.is_terminal:
         with console.status(text(0)) as status:

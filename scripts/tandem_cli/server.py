@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from tandem.types import Policy
-
 from tandem_cli.errors import CliError
 from tandem_cli.overrides import parse_override
 from tandem_cli.ports import Ports, choose_ports
@@ -239,9 +238,9 @@ class TandemServer:
             f"--backend-config=python,shm-region-prefix-name={self.runtime_dir.shm_prefix}",
             f"--backend-config=python,shm-default-byte-size={REGION_BYTES}",
         ]
-        if options.profile != CPU_PROFILE:
-            arguments.append(f"--model-config-name={options.profile}")
-        return arguments
+        if options.profile == CPU_PROFILE:
+            return [*arguments, "--allow-gpu-metrics=false"]
+        return [*arguments, f"--model-config-name={options.profile}"]
 
     def _environment(self, triton: TritonInstallation) -> dict[str, str]:
         return triton.env() | {
@@ -250,6 +249,7 @@ class TandemServer:
             "TANDEM_LOG_LEVEL": self.options.log_level.upper(),
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            "TQDM_DISABLE": "1",  # no progress bars in the log
         }
 
 

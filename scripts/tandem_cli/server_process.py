@@ -12,6 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+ERROR = re.compile(r"E\d{4} |error: ")
+HARMLESS = re.compile(r"Cuda|CUDA|NVML|DCGM")  # what Triton says on a machine without a GPU
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 
@@ -79,10 +81,11 @@ class ServerProcess:
         self._reader.join(timeout_s)
 
     def error_lines(self, count: int = 8) -> list[str]:
-        """The last lines of the log that tell of an error, or simply the last ones."""
+        """The last lines of the log that tell why: Tandem's own, else Triton's, else any."""
         lines = list(self.tail)
-        errors = [line for line in lines if re.match(r"E\d{4} ", line) or "Error" in line]
-        return (errors or lines)[-count:]
+        own = [line for line in lines if " ERROR " in line]
+        errors = [line for line in lines if ERROR.match(line) and not HARMLESS.search(line)]
+        return (own or errors or lines)[-count:]
 
     def _read_log(self) -> None:
         assert self._process.stdout is not None

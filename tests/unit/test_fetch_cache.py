@@ -4,6 +4,7 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
+
 from tandem_cli.cache import cache_folder, locked, whole_folder
 from tandem_cli.errors import CliError
 

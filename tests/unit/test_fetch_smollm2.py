@@ -3,9 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tandem_cli.smollm2 import fetch_smollm2, smollm2_folder, split_digits
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
+
+from tandem_cli.smollm2 import fetch_smollm2, smollm2_folder, split_digits
 
 
 @pytest.mark.parametrize(

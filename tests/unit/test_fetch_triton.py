@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tandem_cli.errors import CliError
 from tandem_cli.libpython import libpython_folder, python_version
 from tandem_cli.triton import (

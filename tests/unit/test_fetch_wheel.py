@@ -6,6 +6,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
 from tandem_cli.errors import CliError
 from tandem_cli.wheel import Wheel, fetch_wheel, unpack
 
