@@ -80,5 +80,6 @@ class Exports:
     def ended(self, lease: Lease) -> None:
         """The lease was fenced off (released, expired or revoked): its blocks can be reused."""
         sequence_id, block_ids = self._leased.pop(lease)
-        del self._lease_of[sequence_id]
+        if self._lease_of.get(sequence_id) == lease:  # or else the id was used again
+            del self._lease_of[sequence_id]
         self._blocks.unlease(block_ids)
