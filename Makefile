@@ -1,0 +1,40 @@
+# make setup   virtual environment, Triton and a small model (once; later runs take seconds)
+# make run     serve the small model and ask it one question
+# make test    what CI runs: ruff, mypy, pytest (real Triton server included)
+#
+# PYTHON=python3.12             another Python (3.11 or newer with a shared libpython)
+# TORCH="torch==2.13.0 ..."     options of pip for torch, e.g. an index that has the CPU build
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+
+# One stamp per content of pyproject.toml: a change installs again, a fresh checkout does not.
+STAMP := .venv/.setup-$(shell (cat pyproject.toml; echo '$(TORCH)') | sha256sum | cut -c1-16)
+
+.PHONY: setup run test lint clean
+
+setup: $(STAMP)
+	@$(BIN)/tandem fetch triton
+	@$(BIN)/tandem fetch smollm2
+
+$(STAMP):
+	@PYTHONPATH=scripts $(PYTHON) -m tandem_cli.setup_check
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
+	@rm -f .venv/.setup-*
+	@touch $@
+
+run: setup
+	@$(BIN)/tandem run
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
