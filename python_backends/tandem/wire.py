@@ -63,6 +63,7 @@ class Admitted(msgspec.Struct, frozen=True, kw_only=True):
     """A decode engine took the sequence; after a pull, with what was moved and how fast."""
 
     worker: str
+    incarnation: str
     num_cached_tokens: int = 0
     num_pulled_blocks: int = 0
     pulled_bytes: int = 0

@@ -85,7 +85,8 @@ class Engine:
         self._sequences[sequence.spec.sequence_id] = sequence
         self._scheduler.add(sequence)
         if self._limits.role is Role.DECODE and sequence.handle is None:
-            self._reply(sequence, wire.Admitted(worker=self.worker))
+            admitted = wire.Admitted(worker=self.worker, incarnation=self._incarnation)
+            self._reply(sequence, admitted)
 
     def cancel(self, sequence_ids: Iterable[str]) -> None:
         """Frees whatever these sequences hold here; one that is not here yet will be refused."""
@@ -133,6 +134,7 @@ class Engine:
                 sequence,
                 wire.Admitted(
                     worker=self.worker,
+                    incarnation=self._incarnation,
                     num_cached_tokens=sequence.num_cached,
                     num_pulled_blocks=len(sequence.handle.block_ids) - num_cached_blocks,
                     pulled_bytes=done.result.num_bytes,

@@ -171,7 +171,7 @@ class Orchestrator:
                 return not handle
         async with self._places[Role.DECODE]:
             admitted = await self._link.decode(self._spec(generation, stream), handle)
-        self._plane.admitted(stream, admitted.worker)
+        self._plane.admitted(stream, admitted.worker, admitted.incarnation)
         generation.admitted(admitted)
         self._prefixes.add(generation.prompt_ids)
         engine_ended = False

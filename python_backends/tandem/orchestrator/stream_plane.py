@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from tandem.types import Load
 PING_S = 1.0
 _RENEW_EVERY_PINGS = 5
 _MAX_REMEMBERED_CANCELS = 256
+_MAX_REMEMBERED_INCARNATIONS = 256
 _log = logging.getLogger(__name__)
 _decode = wire.decoder(wire.StepMessage).decode
 
@@ -32,9 +34,12 @@ StreamEvent = wire.TokenEvent | wire.Prefilled | TandemError
 
 @dataclass
 class _Worker:
+    """``identity`` and ``load`` are None until its first message has come."""
+
     name: str
-    load: Load
     last_heard_s: float
+    identity: bytes | None = None
+    load: Load | None = None
     sequences: set[str] = field(default_factory=set)
 
 
@@ -59,11 +64,21 @@ class TokenStream:
 class StreamPlane:
     """Owned by the orchestrator's event loop."""
 
-    def __init__(self, runtime_dir: str, name: str, worker_timeout_s: float) -> None:
+    def __init__(
+        self,
+        runtime_dir: str,
+        name: str,
+        worker_timeout_s: float,
+        ping_s: float = PING_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.name = name
         self._path = Path(runtime_dir) / f"stream-{name}"
         self._worker_timeout_s = worker_timeout_s
-        self._workers: dict[bytes, _Worker] = {}  # by socket identity: worker and incarnation
+        self._ping_s = ping_s
+        self._clock = clock
+        self._workers: dict[str, _Worker] = {}  # by incarnation
+        self._replaced: deque[str] = deque(maxlen=_MAX_REMEMBERED_INCARNATIONS)
         self._streams: dict[str, TokenStream] = {}
         self._waiting_for_pull: set[str] = set()
         self._cancelled: deque[str] = deque(maxlen=_MAX_REMEMBERED_CANCELS)
@@ -73,6 +88,7 @@ class StreamPlane:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.sndhwm = 0
+        self._socket.router_handover = True  # an engine that reconnects keeps its identity
         self._socket.bind(f"ipc://{self._path}")
         self._tasks = [
             asyncio.create_task(self._receive()),
@@ -89,7 +105,7 @@ class StreamPlane:
 
     @property
     def loads(self) -> list[Load]:
-        return [worker.load for worker in self._workers.values()]
+        return [w.load for w in self._workers.values() if w.load is not None]
 
     def open(self, sequence_id: str) -> TokenStream:
         stream = self._streams[sequence_id] = TokenStream(sequence_id)
@@ -109,16 +125,19 @@ class StreamPlane:
         """Renews the lease of this sequence's KV until ``admitted`` or ``close``."""
         self._waiting_for_pull.add(stream.sequence_id)
 
-    def admitted(self, stream: TokenStream, worker_name: str) -> None:
-        """The sequence runs on this worker: if the worker dies, so does the stream."""
+    def admitted(self, stream: TokenStream, worker_name: str, incarnation: str) -> None:
+        """The sequence runs on this engine: if the engine dies, so does the stream."""
         self._waiting_for_pull.discard(stream.sequence_id)
-        for worker in self._workers.values():
-            if worker.name == worker_name:
-                worker.sequences.add(stream.sequence_id)
+        if incarnation in self._replaced:
+            stream.put(EngineDied(f"worker {worker_name} was restarted"))
+            return
+        # The reply may overtake the engine's first message; if that never comes, it is silent.
+        worker = self._workers.setdefault(incarnation, _Worker(worker_name, self._clock()))
+        worker.sequences.add(stream.sequence_id)
 
     async def _receive(self) -> None:
         while True:
-            identity, payload = await self._socket.recv_multipart()
+            identity, *_, payload = await self._socket.recv_multipart()
             try:
                 message = _decode(payload)
             except msgspec.DecodeError:
@@ -127,14 +146,15 @@ class StreamPlane:
             self._dispatch(identity, message)
 
     def _dispatch(self, identity: bytes, message: wire.StepMessage) -> None:
-        worker = self._workers.get(identity)
-        if worker is None:
-            self._bury_predecessors(message.worker)
-            worker = self._workers[identity] = _Worker(message.worker, message.load, 0.0)
+        if message.incarnation in self._replaced:
+            return  # what it still had in the socket; its streams were told that it is gone
+        worker = self._workers.setdefault(message.incarnation, _Worker(message.worker, 0.0))
+        is_new = worker.load is None
+        worker.identity, worker.load, worker.last_heard_s = identity, message.load, self._clock()
+        if is_new:
+            self._bury_predecessors(message)
             # What was cancelled while it waited in Triton's queue may reach this engine only now.
-            self._send(identity, wire.Cancel(sequence_ids=list(self._cancelled)))
-        worker.load = message.load
-        worker.last_heard_s = time.monotonic()
+            self._send(worker, wire.Cancel(sequence_ids=list(self._cancelled)))
         events: list[wire.TokenEvent | wire.Prefilled] = [*message.prefilled, *message.tokens]
         for event in events:
             stream = self._streams.get(event.sequence_id)
@@ -149,25 +169,26 @@ class StreamPlane:
     async def _keep_alive(self) -> None:
         num_pings = 0
         while True:
-            await asyncio.sleep(PING_S)
+            await asyncio.sleep(self._ping_s)
             num_pings += 1
             self._broadcast(wire.Ping())
             if num_pings % _RENEW_EVERY_PINGS == 0 and self._waiting_for_pull:
                 self._broadcast(wire.Renew(sequence_ids=list(self._waiting_for_pull)))
-            now_s = time.monotonic()
-            for identity, worker in list(self._workers.items()):
+            now_s = self._clock()
+            for incarnation, worker in list(self._workers.items()):
                 silence_s = now_s - worker.last_heard_s
                 if silence_s > self._worker_timeout_s:
-                    self._bury(identity, f"silent for {silence_s:.1f} s")
+                    self._bury(incarnation, f"silent for {silence_s:.1f} s")
 
-    def _bury_predecessors(self, name: str) -> None:
+    def _bury_predecessors(self, hello: wire.StepMessage) -> None:
         """A new incarnation of a worker says hello: what ran on the old one is gone."""
-        for identity, worker in list(self._workers.items()):
-            if worker.name == name:
-                self._bury(identity, "replaced by a new incarnation")
+        for incarnation, worker in list(self._workers.items()):
+            if worker.name == hello.worker and incarnation != hello.incarnation:
+                self._replaced.append(incarnation)
+                self._bury(incarnation, "replaced by a new incarnation")
 
-    def _bury(self, identity: bytes, reason: str) -> None:
-        worker = self._workers.pop(identity)
+    def _bury(self, incarnation: str, reason: str) -> None:
+        worker = self._workers.pop(incarnation)
         _log.warning("worker %s is lost: %s", worker.name, reason)
         for sequence_id in worker.sequences:
             stream = self._streams.get(sequence_id)
@@ -175,8 +196,10 @@ class StreamPlane:
                 stream.put(EngineDied(f"worker {worker.name} was lost: {reason}"))
 
     def _broadcast(self, message: wire.FromOrchestrator) -> None:
-        for identity in list(self._workers):
-            self._send(identity, message)
+        for worker in self._workers.values():
+            self._send(worker, message)
 
-    def _send(self, identity: bytes, message: wire.FromOrchestrator) -> None:
-        self._socket.send_multipart([identity, wire.encode(message)], flags=zmq.NOBLOCK)
+    def _send(self, worker: _Worker, message: wire.FromOrchestrator) -> None:
+        if worker.identity is not None:
+            parts = [worker.identity, wire.encode(message)]
+            self._socket.send_multipart(parts, flags=zmq.NOBLOCK)
