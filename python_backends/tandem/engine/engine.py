@@ -21,7 +21,7 @@ from tandem.engine.outbox import Outbox
 from tandem.engine.sampler import Sampled, SampleRequest, sample
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Sequence, Status
-from tandem.errors import InvalidRequest, RequestCancelled, TandemError, to_wire
+from tandem.errors import InvalidRequest, RequestCancelled, TandemError, Unavailable, to_wire
 from tandem.kv.block_manager import BlockManager
 from tandem.kv.lease_board import Lease
 from tandem.types import Load, Role
@@ -106,8 +106,19 @@ class Engine:
             self._exports.renew(sequence_id)
 
     def orchestrator_gone(self, name: str) -> None:
-        """Nobody listens any more: its sequences are dropped, its leases expire."""
-        self.cancel([i for i, s in self._sequences.items() if s.spec.reply_to == name])
+        """Nobody listens any more: its sequences are dropped, its leases expire. It may have been
+        stopped for a while and go on later, so it is told what it lost.
+        """
+        lost = [i for i, s in self._sequences.items() if s.spec.reply_to == name]
+        if not lost:
+            return
+        self.cancel(lost)
+        error, text = to_wire(Unavailable(f"worker {self.worker} did not hear from {name}"))
+        failed = [wire.SequenceFailed(sequence_id=i, error=error, message=text) for i in lost]
+        message = wire.StepMessage(
+            worker=self.worker, incarnation=self._incarnation, load=self.load(), failed=failed
+        )
+        self._outbox.to_orchestrator(name, message)
 
     def lease_ended(self, lease: Lease, was_released: bool) -> None:
         self._exports.ended(lease)
