@@ -21,7 +21,7 @@ from typing import Any
 import numpy.typing as npt
 
 from tandem.config import OrchestratorSettings
-from tandem.errors import EngineFault, RequestCancelled, TandemError, Unavailable
+from tandem.errors import EngineFault, PullFailed, RequestCancelled, TandemError, Unavailable
 from tandem.metrics import MetricsBuffer
 from tandem.orchestrator.contract import parse_request
 from tandem.orchestrator.generate_request import GenerateRequest
@@ -144,7 +144,7 @@ class Orchestrator:
             try:
                 is_complete = await self._attempt(generation, stream)
                 return
-            except (Unavailable, EngineFault) as error:
+            except (Unavailable, PullFailed, EngineFault) as error:
                 if attempt + 1 == self._settings.max_attempts:
                     raise
                 _log.warning("request %s: attempt %d failed: %s", request_id, attempt, error)
