@@ -10,19 +10,21 @@ from tandem.engine.sequence import Sequence
 
 def build_batch(slices: Iterable[tuple[Sequence, int]], block_size: int) -> Batch:
     """A sequence whose last token is in the batch gets its logits computed (``sample_rows``)."""
-    batch = Batch(token_ids=[], positions=[], slot_mapping=[])
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slot_mapping: list[int] = []
+    parts: list[SequenceSlice] = []
+    sample_rows: list[int] = []
     for sequence, num_tokens in slices:
         start, end = sequence.num_computed, sequence.num_computed + num_tokens
         table = sequence.block_table
-        batch.token_ids.extend(sequence.token_ids[start:end])
-        batch.positions.extend(range(start, end))
-        batch.slot_mapping.extend(
+        token_ids.extend(sequence.token_ids[start:end])
+        positions.extend(range(start, end))
+        slot_mapping.extend(
             table[position // block_size] * block_size + position % block_size
             for position in range(start, end)
         )
-        batch.sequences.append(
-            SequenceSlice(query_len=num_tokens, context_len=end, block_table=table)
-        )
+        parts.append(SequenceSlice(query_len=num_tokens, context_len=end, block_table=table))
         if num_tokens == sequence.num_remaining:
-            batch.sample_rows.append(len(batch.token_ids) - 1)
-    return batch
+            sample_rows.append(len(token_ids) - 1)
+    return Batch(token_ids, positions, slot_mapping, parts, sample_rows)

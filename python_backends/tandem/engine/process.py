@@ -120,6 +120,8 @@ def _use_cores(config: EngineConfig) -> None:
     if config.cores:
         os.sched_setaffinity(0, config.cores)
     import torch
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()  # the log is no terminal
     num_threads = config.settings.num_threads or len(config.cores)
     torch.set_num_threads(num_threads or max(1, len(os.sched_getaffinity(0)) // 2))
