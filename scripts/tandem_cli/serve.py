@@ -15,7 +15,8 @@ import typer
 from rich.console import Console
 
 from tandem.types import Policy
-from tandem_cli.server import ServerOptions, TandemServer
+from tandem_cli.options import ServerOptions
+from tandem_cli.server import TandemServer
 
 DEFAULTS = ServerOptions()
 REPORT_EVERY_S = 10.0

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import http.client
-import os
 import random
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tandem.types import Policy
 from tandem_cli.errors import CliError
-from tandem_cli.overrides import parse_override
+from tandem_cli.options import ServerOptions
 from tandem_cli.ports import Ports, choose_ports
 from tandem_cli.preflight import REGION_BYTES, check_model, check_shared_memory
-from tandem_cli.repository import (
-    CPU_PROFILE,
-    DEFAULT_REPOSITORY,
-    RenderedRepository,
-    RepositoryPlan,
-    render,
-)
+from tandem_cli.repository import CPU_PROFILE, RenderedRepository, render
 from tandem_cli.runtime_dir import RuntimeDir, remove_stale
 from tandem_cli.server_process import ServerProcess
 from tandem_cli.triton import TritonInstallation, fetch_triton, triton_installation
@@ -33,40 +24,7 @@ from tandem_cli.triton import TritonInstallation, fetch_triton, triton_installat
 # What clients of a public endpoint must not do: load models, map memory, write traces, set logs.
 ADMIN_APIS = "model-repository,shared-memory,trace,logging"
 ADMIN_HEADER = "tandem-admin-key"
-LOG_LEVELS = ("debug", "info", "warning", "error")
 STOP_GRACE_S = 40.0  # tritonserver itself gives up after 30
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerOptions:
-    """Options of ``tandem serve``; its defaults are read from here."""
-
-    model: str = "smollm2"
-    profile: str = CPU_PROFILE
-    host: str = "127.0.0.1"
-    http_port: int = 8000
-    grpc_port: int = 8001
-    metrics_port: int = 8002
-    policy: Policy = Policy.AUTO
-    prefill_instances: int | None = None
-    decode_instances: int | None = None
-    log_level: str = "info"
-    settings: Sequence[str] = ()  # KEY=VALUE or MODEL.KEY=VALUE
-    model_repository: Path = DEFAULT_REPOSITORY
-
-    def __post_init__(self) -> None:
-        if self.log_level not in LOG_LEVELS:
-            raise CliError(f"--log-level {self.log_level}: one of {', '.join(LOG_LEVELS)}")
-
-    def plan(self) -> RepositoryPlan:
-        return RepositoryPlan(
-            policy=Policy(self.policy),
-            profile=self.profile,
-            prefill_instances=self.prefill_instances,
-            decode_instances=self.decode_instances,
-            overrides=tuple(parse_override(text) for text in self.settings),
-            num_cores=len(os.sched_getaffinity(0)),
-        )
 
 
 def log_to_stderr(line: str) -> None:

@@ -9,8 +9,9 @@ from typer.testing import CliRunner
 
 from tandem_cli.errors import CliError
 from tandem_cli.main import COMMANDS, app
+from tandem_cli.options import ServerOptions
 from tandem_cli.run import curl
-from tandem_cli.server import ServerOptions, TandemServer
+from tandem_cli.server import TandemServer
 
 runner = CliRunner()
 
