@@ -2,10 +2,12 @@
 # make run     serve the small model and ask it one question
 # make test    what CI runs: ruff, mypy, pytest (real Triton server included)
 #
-# PYTHON=python3.12             another Python (3.11 or newer with a shared libpython)
+# PYTHON=python3.12             another Python (3.11 or 3.12 with a shared libpython)
 # TORCH="torch==2.13.0 ..."     options of pip for torch, e.g. an index that has the CPU build
 
-PYTHON ?= python3
+IS_SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+PYTHON ?= $(or $(shell for python in python3 python3.12 python3.11; do \
+	$$python -c '$(IS_SUPPORTED)' 2> /dev/null && echo $$python && break; done), python3)
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 

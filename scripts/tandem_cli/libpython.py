@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tandem_cli.errors import CliError
 
-SUPPORTED = ((3, 11), (3, 12), (3, 13))  # of the stubs in the wheel, those that we support
+SUPPORTED = ((3, 11), (3, 12))  # the stub of 3.13 crashes with every numpy that 3.13 can have
 
 
 def python_version() -> str:
