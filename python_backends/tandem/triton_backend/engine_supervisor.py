@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +23,11 @@ from tandem import wire
 from tandem.config import EngineConfig
 from tandem.errors import ConfigError, EngineDied, to_wire
 from tandem.metrics import MetricsBuffer
+from tandem.triton_backend.stats_publisher import StatsPublisher
 
+ENGINE_COMMAND = (sys.executable, "-m", "tandem.engine")
 _MAX_BACKOFF_S = 30.0
+_STABLE_S = 60.0  # an engine that lived shorter counts as a failed start
 _log = logging.getLogger(__name__)
 Answer = Callable[[wire.Reply], None]
 
@@ -40,28 +43,38 @@ class EngineSupervisor:
     ``engine-supervisor``, which also is the engine's parent (its end would kill the engine).
     """
 
-    def __init__(self, config: EngineConfig, metrics: MetricsBuffer) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        metrics: MetricsBuffer,
+        command: Sequence[str] = ENGINE_COMMAND,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._config = config
         self._metrics = metrics
+        self._command = command
+        self._clock = clock
         self._room = threading.Semaphore(config.settings.max_num_seqs)
         self._calls: dict[int, _Call] = {}
+        self._waiting: list[tuple[bytes, bytes, Answer]] = []  # for the engine to be up
         self._next_call_id = 0
-        self._totals: dict[str, float] = {}
+        self._stats = StatsPublisher(metrics)
         self._num_starts = 0
-        self._is_stopping = False
-        self._failed_starts = 0
+        self._failed_starts = 0  # in a row
+        self._ready_s = 0.0
+        self._process: asyncio.subprocess.Process | None = None
+        self._socket: zmq.asyncio.Socket | None = None
+        self._stopping = asyncio.Event()
         self._up = threading.Event()
         self._settled = threading.Event()  # the first start has succeeded or failed
-        self._start_error: str = ""
+        self._start_error = ""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="engine-supervisor", daemon=True)
 
     def start(self) -> None:
         """Returns when the engine is ready; raises ``ConfigError`` if it cannot be."""
         self._thread.start()
-        timeout_s = self._config.settings.start_timeout_s
-        if not self._settled.wait(timeout_s):
-            self._start_error = f"not ready after {timeout_s} s"
+        self._settled.wait(self._config.settings.start_timeout_s + 20)
         if not self._up.is_set():
             self.stop()
             raise ConfigError(f"engine {self._config.worker}: {self._start_error}")
@@ -71,7 +84,10 @@ class EngineSupervisor:
         another thread. While the engine is being restarted this waits for it.
         """
         self._room.acquire()
-        self._loop.call_soon_threadsafe(self._submit, spec, handle, answer)
+        try:
+            self._loop.call_soon_threadsafe(self._submit, spec, handle, answer)
+        except RuntimeError:  # the loop is closed: stopped before
+            self._refuse(answer)
 
     def wait_for_room(self) -> None:
         """So that Triton's queue is the queue: the next batch is asked for when it can be used."""
@@ -79,77 +95,106 @@ class EngineSupervisor:
         self._room.release()
 
     def stop(self) -> None:
-        if self._thread.is_alive():
+        """Ends the engine; whatever has no answer yet gets one."""
+        if not self._thread.is_alive():
+            return
+        try:
             self._loop.call_soon_threadsafe(self._begin_stop)
-            self._thread.join(timeout=20)
+        except RuntimeError:  # the loop is closed: it has just ended by itself
+            pass
+        self._thread.join(timeout=20)
 
     # ---- the supervisor's thread -------------------------------------------------------
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._process: asyncio.subprocess.Process | None = None
-        self._socket: zmq.asyncio.Socket | None = None
-        self._waiting: list[tuple[bytes, bytes, Answer]] = []
         self._context = zmq.asyncio.Context()
         try:
             self._loop.run_until_complete(self._supervise())
+        except Exception as error:  # the thread's boundary: nobody may wait for ever
+            _log.exception("the supervisor of engine %s has failed", self._config.worker)
+            self._start_error = f"{type(error).__name__}: {error}"
         finally:
+            self._settled.set()
             self._context.destroy(linger=0)
+            self._loop.close()
 
     async def _supervise(self) -> None:
-        while not self._is_stopping:
-            started_s = time.monotonic()
-            exit_code = await self._run_engine()
-            self._up.clear()
-            self._metrics.set("tandem_engine_up", 0)
-            self._fail_calls(EngineDied(f"engine {self._config.worker} exited with {exit_code}"))
-            if self._is_stopping:
-                return
+        while not self._stopping.is_set():
+            end = await self._run_engine()
+            self._note_end()
+            self._fail_calls(EngineDied(f"engine {self._config.worker} {end}"))
             if not self._settled.is_set():
-                self._start_error = f"exited with {exit_code} while starting; see its log above"
-                self._settled.set()
-                return
-            lived_s = time.monotonic() - started_s
-            self._failed_starts = self._failed_starts + 1 if lived_s < 60 else 0
-            backoff_s = min(_MAX_BACKOFF_S, 2.0**self._failed_starts - 1)
-            _log.error(
-                "engine %s exited with %s; restarting in %.0f s",
-                self._config.worker,
-                exit_code,
-                backoff_s,
-            )
-            await asyncio.sleep(backoff_s)
+                self._start_error = f"{end} while starting; see its log above"
+                break
+            if self._failed_starts > 1:
+                self._fail_waiting(EngineDied(f"engine {self._config.worker} {end}, again"))
+            if not self._stopping.is_set():
+                await self._back_off(end)
+        self._stopping.set()
+        self._fail_waiting(EngineDied("the server is shutting down"))
+        await asyncio.sleep(0)  # for a ``submit`` that came meanwhile
 
-    async def _run_engine(self) -> int:
-        """One life of the engine, from start to exit; returns its exit code."""
+    def _note_end(self) -> None:
+        was_stable = self._up.is_set() and self._clock() - self._ready_s >= _STABLE_S
+        self._failed_starts = 0 if was_stable else self._failed_starts + 1
+        self._up.clear()
+        self._metrics.set("tandem_engine_up", 0)
+
+    async def _back_off(self, end: str) -> None:
+        backoff_s = min(_MAX_BACKOFF_S, 2.0**self._failed_starts - 1)
+        _log.error("engine %s %s; restarting in %.0f s", self._config.worker, end, backoff_s)
+        try:
+            await asyncio.wait_for(self._stopping.wait(), backoff_s)
+        except TimeoutError:
+            pass
+
+    async def _run_engine(self) -> str:
+        """One life of the engine, from start to exit; returns how it ended."""
         self._num_starts += 1
         if self._num_starts > 1:
             self._metrics.count("tandem_engine_restarts_total")
-        self._totals = {}
+        self._stats.expect_new_engine()
         address = f"{self._config.channel}-{self._num_starts}"
-        config = _with_channel(self._config, address)
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.bind(address)
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tandem.engine", stdin=asyncio.subprocess.PIPE
-        )
-        assert self._process.stdin is not None
-        payload = wire.encode(config)
-        self._process.stdin.write(len(payload).to_bytes(4, "little") + payload)
-        receiving = asyncio.ensure_future(self._receive(self._socket))
+        receiving = giving_up = None
         try:
-            return await self._process.wait()
+            self._socket.bind(address)
+            self._process = await self._start_process(address)
+            receiving = asyncio.ensure_future(self._receive(self._socket))
+            timeout_s = self._config.settings.start_timeout_s
+            giving_up = self._loop.call_later(timeout_s, self._give_up_start)
+            exit_code = await self._process.wait()
+            if giving_up.when() <= self._loop.time() and not self._up.is_set():
+                return f"was not ready after {timeout_s} s"
+            return f"exited with {exit_code}"
+        except (OSError, zmq.ZMQError) as error:
+            return f"could not be started: {error}"
         finally:
-            receiving.cancel()
+            if receiving is not None:
+                receiving.cancel()
+            if giving_up is not None:
+                giving_up.cancel()
             self._socket.close(linger=0)
             self._socket = None
             Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
 
+    async def _start_process(self, address: str) -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(
+            *self._command, stdin=asyncio.subprocess.PIPE
+        )
+        assert process.stdin is not None
+        payload = wire.encode(_with_channel(self._config, address))
+        process.stdin.write(len(payload).to_bytes(4, "little") + payload)
+        if self._stopping.is_set():  # while the process was being made
+            process.terminate()
+        return process
+
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         while True:
-            message = wire.decode_from_engine(await socket.recv())
+            payload = await socket.recv()
             try:
-                self._handle(message)
+                self._handle(wire.decode_from_engine(payload))
             except Exception:  # one bad answer must not end the channel
                 _log.exception("a message of engine %s was not handled", self._config.worker)
 
@@ -162,9 +207,10 @@ class EngineSupervisor:
                 if call is not None:
                     self._room.release()
             case wire.Stats():
-                self._publish(message)
+                self._stats.publish(message)
             case wire.Ready():
                 self._metrics.set("tandem_engine_up", 1)
+                self._ready_s = self._clock()
                 self._up.set()
                 self._settled.set()
                 waiting, self._waiting = self._waiting, []
@@ -172,10 +218,8 @@ class EngineSupervisor:
                     self._submit(spec, handle, answer)
 
     def _submit(self, spec: bytes, handle: bytes, answer: Answer) -> None:
-        if self._is_stopping:
-            error = EngineDied("the server is shutting down")
-            self._room.release()
-            answer(_error_reply(0, error))
+        if self._stopping.is_set():
+            self._refuse(answer)
         elif not self._up.is_set() or self._socket is None:
             self._waiting.append((spec, handle, answer))
         else:
@@ -184,59 +228,48 @@ class EngineSupervisor:
             submit = wire.Submit(call_id=self._next_call_id, spec=spec, handle=handle)
             self._socket.send(wire.encode(submit))
 
+    def _refuse(self, answer: Answer) -> None:
+        self._room.release()
+        _give(answer, _error_reply(0, EngineDied("the server is shutting down")))
+
     def _answer(self, reply: wire.Reply) -> None:
         call = self._calls.get(reply.call_id)
         if call is not None and not call.was_answered:
             call.was_answered = True
-            call.answer(reply)
+            _give(call.answer, reply)
 
     def _fail_calls(self, error: EngineDied) -> None:
         for call_id in list(self._calls):
             self._answer(_error_reply(call_id, error))
             del self._calls[call_id]
             self._room.release()
-        if self._is_stopping or self._failed_starts:
-            waiting, self._waiting = self._waiting, []
-            for _, _, answer in waiting:
-                self._room.release()
-                answer(_error_reply(0, error))
 
-    def _publish(self, stats: wire.Stats) -> None:
-        for state, count in stats.blocks.items():
-            self._metrics.set("tandem_kv_blocks", count, state)
-        self._metrics.set("tandem_kv_leases", stats.num_leases)
-        self._metrics.set("tandem_running", stats.load.num_running)
-        self._metrics.set("tandem_waiting", stats.load.num_waiting)
-        self._metrics.set("tandem_waiting_tokens", stats.load.num_waiting_tokens)
-        for key, total in stats.totals.items():
-            increase = total - self._totals.get(key, 0)
-            self._totals[key] = total
-            if key in _COUNTERS and increase:
-                name, label_value = _COUNTERS[key]
-                self._metrics.count(name, increase, label_value)
+    def _fail_waiting(self, error: EngineDied) -> None:
+        waiting, self._waiting = self._waiting, []
+        for _, _, answer in waiting:
+            self._room.release()
+            _give(answer, _error_reply(0, error))
 
     def _begin_stop(self) -> None:
-        self._is_stopping = True
+        self._stopping.set()
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
             self._loop.call_later(10, self._kill)
+
+    def _give_up_start(self) -> None:
+        if not self._up.is_set():
+            self._kill()
 
     def _kill(self) -> None:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
 
-_COUNTERS = {
-    "leases_released": ("tandem_leases_ended_total", "released"),
-    "leases_expired": ("tandem_leases_ended_total", "expired"),
-    "pulls_ok": ("tandem_transfers_total", "ok"),
-    "pulls_failed": ("tandem_transfers_total", "failed"),
-    "pulled_bytes": ("tandem_transfer_bytes_total", ""),
-    "steps": ("tandem_steps_total", ""),
-    "step_seconds": ("tandem_step_seconds_total", ""),
-    "computed_tokens": ("tandem_computed_tokens_total", ""),
-    "preemptions": ("tandem_preemptions_total", ""),
-}
+def _give(answer: Answer, reply: wire.Reply) -> None:
+    try:
+        answer(reply)
+    except Exception:  # one client's answer must not take those of the others along
+        _log.exception("an answer could not be given")
 
 
 def _error_reply(call_id: int, error: EngineDied) -> wire.Reply:
