@@ -21,7 +21,8 @@ from tandem.types import Policy, Role
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
-PositiveFloat = Annotated[float, Meta(gt=0)]
+PositiveFloat = Annotated[float, Meta(gt=0, le=86_400)]  # seconds; excludes inf
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,12 +133,15 @@ def deployment_from_env(environ: Mapping[str, str] = os.environ) -> Deployment:
     runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     if runtime_dir.stat().st_uid != os.getuid() or runtime_dir.stat().st_mode & 0o077:
         raise ConfigError(f"{runtime_dir}: must belong to this user with mode 0700")
+    log_level = environ.get("TANDEM_LOG_LEVEL", "INFO").upper()
+    if log_level not in LOG_LEVELS:
+        raise ConfigError(f"TANDEM_LOG_LEVEL = {log_level!r}: one of {', '.join(LOG_LEVELS)}")
     secret = environ.get("TANDEM_SECRET", "")
     return Deployment(
         model=str(Path(model).resolve()),
         runtime_dir=str(runtime_dir),
         secret=secret.encode() if secret else _shared_secret(runtime_dir / "secret"),
-        log_level=environ.get("TANDEM_LOG_LEVEL", "INFO").upper(),
+        log_level=log_level,
     )
 
 
