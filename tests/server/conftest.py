@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from running_server import serve
+from running_server import scrape, serve
 from tandem_cli.server import TandemServer
 from tandem_cli.smollm2 import fetch_smollm2
 from tiny_tokenizers import write_byte_level, write_sentencepiece_style
@@ -59,8 +59,16 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pa
 
 
 @pytest.fixture(scope="session")
-def tiny_server(tiny_model_dir: Callable[..., Path]) -> Iterator[TandemServer]:
-    """A tiny llama, policy auto, for tests that need any server and leave it as it was."""
+def fresh_tiny_server(
+    tiny_model_dir: Callable[..., Path],
+) -> Iterator[tuple[TandemServer, list[tuple[str, dict[str, str], float]]]]:
+    """``tiny_server``, and its metrics before its first request."""
     settings = ("dtype=float32", "max_model_len=512", "kv_cache_mb=64")
     with serve(tiny_model_dir("llama"), settings=settings) as server:
-        yield server
+        yield server, scrape(server)
+
+
+@pytest.fixture(scope="session")
+def tiny_server(fresh_tiny_server: tuple[TandemServer, Any]) -> TandemServer:
+    """A tiny llama, policy auto, for tests that need any server and leave it as it was."""
+    return fresh_tiny_server[0]
