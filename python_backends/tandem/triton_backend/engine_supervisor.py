@@ -122,12 +122,13 @@ class EngineSupervisor:
     async def _supervise(self) -> None:
         while not self._stopping.is_set():
             end = await self._run_engine()
+            was_up = self._up.is_set()
             self._note_end()
             self._fail_calls(EngineDied(f"engine {self._config.worker} {end}"))
             if not self._settled.is_set():
                 self._start_error = f"{end} while starting; see its log above"
                 break
-            if self._failed_starts > 1:
+            if not was_up or self._failed_starts > 1:  # no telling when there will be an engine
                 self._fail_waiting(EngineDied(f"engine {self._config.worker} {end}, again"))
             if not self._stopping.is_set():
                 await self._back_off(end)
