@@ -275,4 +275,4 @@ class BlockMachine(RuleBasedStateMachine):
 
 
 TestBlockMachine = BlockMachine.TestCase
-BlockMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+BlockMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)

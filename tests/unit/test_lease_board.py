@@ -246,4 +246,4 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 TestLeaseMachine = LeaseMachine.TestCase
-LeaseMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+LeaseMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)

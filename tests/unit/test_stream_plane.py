@@ -80,9 +80,17 @@ class Planes:
             str(directory), NAME, WORKER_TIMEOUT_S, ping_s=0.01, clock=self.clock
         )
         self.context = zmq.asyncio.Context()
+        self.engines: list[FakeEngine] = []
 
     def engine(self, worker: str = "decode_0_0", incarnation: str = "aa") -> FakeEngine:
-        return FakeEngine(self.context, self.path, worker, incarnation)
+        self.engines.append(FakeEngine(self.context, self.path, worker, incarnation))
+        return self.engines[-1]
+
+    async def stop(self) -> None:
+        for engine in self.engines:
+            engine.socket.close(linger=0)
+        self.context.term()
+        await self.plane.stop()
 
 
 @pytest.fixture
@@ -91,8 +99,7 @@ async def planes(tmp_path: Path) -> AsyncIterator[Planes]:
     assert len(str(planes.path)) < 100
     planes.plane.start()
     yield planes
-    planes.context.destroy(linger=0)
-    await planes.plane.stop()
+    await planes.stop()
     assert not planes.path.exists()
 
 
@@ -358,5 +365,4 @@ async def test_a_stale_socket_of_a_killed_orchestrator_is_replaced(tmp_path: Pat
     planes.plane.start()
     engine = planes.engine()
     await engine.hello()
-    planes.context.destroy(linger=0)
-    await planes.plane.stop()
+    await planes.stop()
