@@ -1,7 +1,8 @@
 """The plane over real sockets; the engine's end is a DEALER in the test."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+import queue
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,6 +11,9 @@ import zmq
 import zmq.asyncio
 
 from tandem import wire
+from tandem.config import Deployment, EngineConfig, EngineSettings
+from tandem.engine.engine_io import EngineIO
+from tandem.engine.events import Event, OrchestratorGone
 from tandem.errors import EngineDied, PullFailed
 from tandem.orchestrator.stream_plane import StreamPlane
 from tandem.types import FinishReason, Load, Role
@@ -365,4 +369,106 @@ async def test_a_stale_socket_of_a_killed_orchestrator_is_replaced(tmp_path: Pat
     planes.plane.start()
     engine = planes.engine()
     await engine.hello()
+    await planes.stop()
+
+
+# ---- the engine's own end --------------------------------------------------------------------
+
+
+class RealEngine:
+    """The engine's socket thread, with the shim's end of its channel."""
+
+    def __init__(self, directory: Path, orchestrator_timeout_s: float = 60.0) -> None:
+        self.posted: queue.Queue[Event] = queue.Queue()
+        self.context = zmq.Context()
+        self.shim = self.context.socket(zmq.DEALER)
+        self.shim.rcvtimeo = int(PATIENCE_S * 1000)
+        self.shim.bind(f"ipc://{directory}/e")
+        config = EngineConfig(
+            deployment=Deployment(model="m", runtime_dir=str(directory), secret=b"s"),
+            settings=EngineSettings(
+                role=Role.DECODE, orchestrator_timeout_s=orchestrator_timeout_s
+            ),
+            worker="decode_0_0",
+            device="cpu",
+            channel=f"ipc://{directory}/e",
+        )
+        self.io = EngineIO(config, "aa", self.posted.put)
+        self.io.start()
+
+    async def next_event(self) -> Event:
+        return await asyncio.to_thread(self.posted.get, True, PATIENCE_S)
+
+    def say(self, name: str, **content: Any) -> None:
+        message = wire.StepMessage(
+            worker="decode_0_0", incarnation="aa", load=Load(role=Role.DECODE), **content
+        )
+        self.io.to_orchestrator(name, message)
+
+    def stop(self) -> None:
+        self.io.stop()
+        self.shim.close(linger=0)
+        self.context.term()
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[RealEngine]:
+    engine = RealEngine(tmp_path)
+    yield engine
+    engine.stop()
+
+
+async def test_plane_and_engine_understand_each_other(planes: Planes, engine: RealEngine) -> None:
+    stream = planes.plane.open("a")
+    engine.say(NAME, tokens=[_token("a", 0)])
+    assert await soon(stream.get()) == _token("a", 0)
+    planes.plane.close(stream, cancel=True)
+    cancels = [await engine.next_event() for _ in range(2)]
+    assert cancels == [wire.Cancel(sequence_ids=[]), wire.Cancel(sequence_ids=["a"])]
+
+
+async def test_an_engine_that_was_met_says_hello_by_itself(
+    planes: Planes, engine: RealEngine
+) -> None:
+    engine.io.load = Load(role=Role.DECODE, num_running=7)
+    engine.io.meet(NAME)
+    assert await engine.next_event() == wire.Cancel(sequence_ids=[])
+    assert planes.plane.loads == [engine.io.load]
+
+
+async def test_the_engines_channel_to_its_shim(engine: RealEngine) -> None:
+    engine.io.to_shim(wire.Left(call_id=3))
+    assert wire.decode_from_engine(engine.shim.recv()) == wire.Left(call_id=3)
+    engine.shim.send(b"not a message")
+    engine.shim.send_multipart([b"two", b"frames"])
+    submit = wire.Submit(call_id=4, spec=b"spec")
+    engine.shim.send(wire.encode(submit))
+    assert await engine.next_event() == submit
+
+
+async def test_an_engine_ignores_what_it_cannot_read(tmp_path: Path, engine: RealEngine) -> None:
+    router = engine.context.socket(zmq.ROUTER)
+    router.rcvtimeo = int(PATIENCE_S * 1000)
+    router.bind(f"ipc://{tmp_path}/stream-odd")
+    engine.io.meet("odd")
+    identity, _ = await asyncio.to_thread(router.recv_multipart)
+    assert identity == b"decode_0_0:aa"
+    for frames in ([b"\xc1"], [b"", b""], [wire.encode(wire.Left(call_id=1))]):
+        router.send_multipart([identity, *frames])
+    router.send_multipart([identity, wire.encode(wire.Cancel(sequence_ids=["a"]))])
+    assert await engine.next_event() == wire.Cancel(sequence_ids=["a"])
+    router.close(linger=0)
+
+
+async def test_a_silent_orchestrator_is_dropped_and_may_come_back(tmp_path: Path) -> None:
+    engine = RealEngine(tmp_path, orchestrator_timeout_s=0.1)
+    engine.io.meet(NAME)
+    assert await engine.next_event() == OrchestratorGone(NAME)
+    planes = Planes(tmp_path)
+    planes.plane.start()
+    engine.io.meet(NAME)
+    while await engine.next_event() != wire.Cancel(sequence_ids=[]):
+        engine.io.meet(NAME)  # on a busy machine it may be dropped again
+    assert len(planes.plane.loads) == 1
+    engine.stop()
     await planes.stop()

@@ -11,11 +11,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import zmq
 
 from tandem import wire
@@ -76,6 +78,14 @@ class EngineIO:
     # ---- the thread --------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception:
+            # Without its sockets an engine is deaf and dumb, yet alive; its shim can start another.
+            _log.exception("the sockets of engine %s have failed", self._config.worker)
+            os._exit(1)
+
+    def _serve(self) -> None:
         self._incoming = self._context.socket(zmq.PULL)
         self._incoming.connect("inproc://outgoing")
         self._shim = self._context.socket(zmq.DEALER)
@@ -88,8 +98,6 @@ class EngineIO:
             for socket, _ in self._poller.poll(100 if self._orchestrators else 1000):
                 if socket is self._incoming:
                     running = self._forward(*self._incoming.recv_multipart())
-                elif socket is self._shim:
-                    self._post(_decode_submit(self._shim.recv()))
                 else:
                     self._receive(socket)
             self._keep_alive(time.monotonic())
@@ -122,9 +130,18 @@ class EngineIO:
         return self._orchestrators[name]
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
-        name = next(n for n, o in self._orchestrators.items() if o.socket is socket)
-        message = wire.decode_from_orchestrator(socket.recv())
-        self._orchestrators[name].last_heard_s = time.monotonic()
+        payload = socket.recv_multipart()[-1]
+        try:
+            if socket is self._shim:
+                self._post(_decode_submit(payload))
+            else:
+                self._hear(socket, wire.decode_from_orchestrator(payload))
+        except msgspec.DecodeError:
+            _log.exception("a message to engine %s cannot be read", self._config.worker)
+
+    def _hear(self, socket: zmq.Socket[bytes], message: wire.FromOrchestrator) -> None:
+        orchestrator = next(o for o in self._orchestrators.values() if o.socket is socket)
+        orchestrator.last_heard_s = time.monotonic()
         if not isinstance(message, wire.Ping):
             self._post(message)
 
