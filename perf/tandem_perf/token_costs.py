@@ -10,14 +10,14 @@ import random
 import statistics
 import threading
 import time
-from collections import defaultdict
 from dataclasses import dataclass, field
 
-import psutil
 from rich.console import Console
 from rich.table import Table
+
 from tandem_cli.server import TandemServer
 from tandem_client import TandemClient
+from tandem_perf.processes import ProcessTree, ProcessUsage
 
 PROMPT_LENGTHS = (64, 1024)
 OUTPUT_TOKENS = 64
@@ -81,7 +81,8 @@ def latency_table(client: TandemClient, path: str) -> Table:
 
 
 def cpu_table(client: TandemClient, server_pid: int) -> Table:
-    before = _cpu_seconds(server_pid)
+    processes = ProcessTree(server_pid)
+    before = processes.usage()
     started_s = time.perf_counter()
     threads = [
         threading.Thread(target=stream_once, args=(client, random_prompt(16)))
@@ -92,34 +93,15 @@ def cpu_table(client: TandemClient, server_pid: int) -> Table:
     for thread in threads:
         thread.join()
     wall_s = time.perf_counter() - started_s
-    after = _cpu_seconds(server_pid)
+    after = processes.usage()
     num_tokens = NUM_STREAMS * OUTPUT_TOKENS
     table = Table(title=f"{NUM_STREAMS} streams, {num_tokens / wall_s:.0f} tokens/s in all")
     table.add_column("process")
     table.add_column("CPU µs per token", justify="right")
     for name in sorted(after):
-        spent_s = after[name] - before.get(name, 0.0)
+        spent_s = after[name].cpu_s - before.get(name, ProcessUsage()).cpu_s
         table.add_row(name, f"{spent_s / num_tokens * 1e6:.0f}")
     return table
-
-
-def _cpu_seconds(server_pid: int) -> dict[str, float]:
-    """User and system time by kind of process."""
-    seconds: dict[str, float] = defaultdict(float)
-    server = psutil.Process(server_pid)
-    for process in (server, *server.children(recursive=True)):
-        times = process.cpu_times()
-        seconds[_kind(process)] += times.user + times.system
-    return dict(seconds)
-
-
-def _kind(process: psutil.Process) -> str:
-    command = process.cmdline()
-    if "tandem.engine" in command:
-        return f"engine of {_kind(process.parent() or process)}"
-    if "stub" in command[0]:
-        return f"stub {command[1].split('/')[-3]}"
-    return str(process.name())
 
 
 def _spread(values: list[float]) -> str:

@@ -17,6 +17,7 @@ COMMANDS = {
     "fetch": "tandem_cli.fetch",
     "generate": "tandem_client.cli",  # needs neither torch nor the server's package
     "chat": "tandem_client.cli",
+    "bench": "tandem_perf.bench",  # a group: ``tandem bench`` measures, its commands do more
 }
 
 
@@ -29,8 +30,11 @@ class Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
+        command = getattr(import_module(COMMANDS[cmd_name]), cmd_name)
+        if isinstance(command, typer.Typer):
+            return typer.main.get_command(command)
         program = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        program.command(cmd_name)(getattr(import_module(COMMANDS[cmd_name]), cmd_name))
+        program.command(cmd_name)(command)
         return typer.main.get_command(program)
 
     def invoke(self, ctx: Any) -> Any:
