@@ -74,6 +74,8 @@ def test_another_secret_is_refused(secret: bytes) -> None:
 def test_it_is_good_until_the_second_in_which_it_expires() -> None:
     blob = sign(_handle(), SECRET)
     assert verify(blob, SECRET, now_unix_s=EXPIRES_S).slot == 2
+    with pytest.raises(InvalidHandle, match="expired"):
+        verify(blob, SECRET, now_unix_s=EXPIRES_S + 0.001)
     with pytest.raises(InvalidHandle, match=r"expired 2\.5 s ago"):
         verify(blob, SECRET, now_unix_s=EXPIRES_S + 2.5)
 

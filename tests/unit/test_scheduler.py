@@ -1,5 +1,6 @@
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -240,9 +241,10 @@ def test_admission_stops_at_the_first_that_does_not_fit() -> None:
 def test_a_newcomer_leaves_a_block_for_each_decoding_sequence() -> None:
     engine = Engine(num_blocks=4)
     engine.add(4, max_tokens=9)
-    engine.step()  # holds 1 block, and will need another
-    newcomer = engine.add(12)  # 3 blocks: all that is free
     engine.step()
+    newcomer = engine.add(8)  # 2 blocks: all that is left once the other has its second
+    engine.step()
+    assert engine.blocks.num_available == 2
     assert newcomer.status is Status.WAITING
     engine.scheduler.end(newcomer)
     other = engine.add(4)
@@ -328,6 +330,35 @@ def test_prefix_blocks_in_use_need_no_room() -> None:
     assert second.status is Status.ENDED
 
 
+# ---- the end of the output -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("output", "changes", "expected"),
+    [
+        ([5], {}, None),
+        ([5, 6, 7], {}, FinishReason.LENGTH),
+        ([5, 9], {}, FinishReason.STOP),
+        ([5, 6, 9], {}, FinishReason.STOP),
+        ([9], {"min_tokens": 1}, None),
+        ([5, 9], {"min_tokens": 1}, FinishReason.STOP),
+        ([5, 6, 9], {"min_tokens": 3}, FinishReason.LENGTH),
+        ([9, 5], {"min_tokens": 1}, None),
+        ([9], {"stop_token_ids": ()}, None),
+    ],
+)
+def test_why_a_token_is_the_last(
+    output: list[int], changes: dict[str, Any], expected: FinishReason | None
+) -> None:
+    sampling = SamplingParams(**({"max_tokens": 3, "stop_token_ids": (9,)} | changes))
+    spec = SequenceSpec(sequence_id="s", reply_to="o", prompt_ids=(9, 9), sampling=sampling)
+    sequence = Sequence(1, spec, arrived_s=0.0)
+    sequence.token_ids += output
+    assert sequence.finish_reason(max_model_len=100) is expected
+    if expected is None:
+        assert sequence.finish_reason(len(sequence.token_ids)) is FinishReason.LENGTH
+
+
 # ---- preemption ------------------------------------------------------------------------------
 
 
@@ -338,8 +369,11 @@ def test_the_youngest_is_preempted_when_blocks_run_out_and_completes_later() -> 
         schedule = engine.step()
     assert [s for s, _ in schedule.slices] == [old]
     assert young.status is Status.WAITING and young.block_table == []
+    assert young.num_remaining == engine.scheduler.num_waiting_tokens == len(young.token_ids)
+    engine.now_s = 5.0
     while len(engine.finished) < 2:
         engine.step()
+    assert young.scheduled_s == 0.0, "when it first got blocks"
     assert engine.finished == [old, young]
     assert old.output_ids == expected_output(old)
     assert young.output_ids == expected_output(young)
