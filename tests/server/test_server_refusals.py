@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from tandem import wire
 from tandem.kv.handle import KVHandle, sign
 from tandem.types import SamplingParams
 from tandem_cli.server import TandemServer
+from tandem_client import AsyncTandemClient, InvalidRequest
 from triton_calls import PROTOCOLS, Answer, ask, infer_request, post, stream_infer, tensors_of
 
 TEXT = "hello the world"
@@ -291,3 +293,19 @@ def infer_over_http(server: TandemServer, model: str, inputs: dict[str, bytes]) 
         headers={"Inference-Header-Content-Length": str(len(header))},
         timeout=30,
     )
+
+
+def test_requests_that_end_while_cancellations_are_polled(tiny_server: TandemServer) -> None:
+    """A response sender must not be asked after its final response: Triton would crash."""
+
+    async def run() -> None:
+        async with AsyncTandemClient(f"grpc://{tiny_server.grpc_address}") as client:
+
+            async def refused() -> None:
+                with pytest.raises(InvalidRequest):
+                    await client.generate(TEXT, max_tokens=MAX_LEN)
+
+            for _ in range(8):
+                await asyncio.gather(*(refused() for _ in range(64)))
+
+    asyncio.run(run())

@@ -138,8 +138,13 @@ class TritonPythonModel:
 
 
 class _TritonResponder:
+    """Triton frees what is behind a sender with its final response: asking it after that whether
+    the request is cancelled ends the whole server.
+    """
+
     def __init__(self, sender: Any) -> None:
         self._sender = sender
+        self._is_closed = False
         self.checked_s = time.monotonic()
 
     def send(self, response: Response) -> None:
@@ -161,11 +166,12 @@ class _TritonResponder:
         self._send_last(error_response(error))
 
     def _send_last(self, response: Any) -> None:
+        self._is_closed = True
         self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def is_cancelled(self) -> bool:
         self.checked_s = time.monotonic()
-        return bool(self._sender.is_cancelled())
+        return not self._is_closed and bool(self._sender.is_cancelled())
 
 
 def _text_tensors(response: Response) -> list[Any]:
