@@ -144,7 +144,8 @@ class Setup:
 
     @property
     def num_starts(self) -> int:
-        return len((self.directory / "starts").read_text().splitlines())
+        starts = self.directory / "starts"  # written by the engines, each as soon as it runs
+        return len(starts.read_text().splitlines()) if starts.exists() else 0
 
     def kill_engine(self, *, after_s: float) -> wire.Reply:
         """The answer to a call that it had; by then its death is known. After a short life

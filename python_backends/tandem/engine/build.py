@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tandem.config import EngineSettings
-from tandem.engine.engine import Engine, EngineLimits
+from tandem.engine.admission import EngineLimits
+from tandem.engine.engine import Engine
 from tandem.engine.exports import Exports, Identity
 from tandem.engine.imports import Imports, PullDone
 from tandem.engine.model import LoadedModel

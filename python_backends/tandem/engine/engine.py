@@ -6,13 +6,12 @@ the constructor, so that a test drives two engines in one thread.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import msgspec
 
 from tandem import wire
+from tandem.engine.admission import Admission, EngineLimits
 from tandem.engine.batch_builder import build_batch
 from tandem.engine.exports import Exports
 from tandem.engine.imports import Imports, PullDone
@@ -21,21 +20,10 @@ from tandem.engine.outbox import Outbox
 from tandem.engine.sampler import Sampled, SampleRequest, sample
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Sequence, Status
-from tandem.errors import InvalidRequest, RequestCancelled, TandemError, Unavailable, to_wire
+from tandem.errors import RequestCancelled, TandemError, Unavailable, to_wire
 from tandem.kv.block_manager import BlockManager
 from tandem.kv.lease_board import Lease
 from tandem.types import Load, Role
-
-_MAX_TOMBSTONES = 4096
-_decode_spec = wire.decoder(wire.SequenceSpec).decode
-
-
-@dataclass(frozen=True)
-class EngineLimits:
-    role: Role
-    block_size: int
-    vocab_size: int
-    max_model_len: int
 
 
 class Engine:
@@ -65,10 +53,10 @@ class Engine:
         self._scheduler = scheduler
         self._exports = exports
         self._imports = imports
+        self._admission = Admission(limits, imports)
         self._outbox = outbox
         self._clock = clock
         self._sequences: dict[str, Sequence] = {}
-        self._tombstones: OrderedDict[str, None] = OrderedDict()  # cancelled before they came
         self._totals: dict[str, float] = {}
 
     # ---- what comes in -----------------------------------------------------------------
@@ -76,15 +64,16 @@ class Engine:
     def submit(self, message: wire.Submit) -> None:
         """Takes a sequence, or answers at once why not."""
         try:
-            sequence = self._accept(message)
+            spec, handle = self._admission.admit(message, self._sequences)
         except TandemError as error:
             self._fail_call(message.call_id, error)
             self._outbox.to_shim(wire.Left(call_id=message.call_id))
             return
-        self._outbox.meet(sequence.spec.reply_to)
-        self._sequences[sequence.spec.sequence_id] = sequence
+        sequence = Sequence(message.call_id, spec, arrived_s=self._clock(), handle=handle)
+        self._outbox.meet(spec.reply_to)
+        self._sequences[spec.sequence_id] = sequence
         self._scheduler.add(sequence)
-        if self._limits.role is Role.DECODE and sequence.handle is None:
+        if self._limits.role is Role.DECODE and handle is None:
             admitted = wire.Admitted(worker=self.worker, incarnation=self._incarnation)
             self._reply(sequence, admitted)
 
@@ -97,9 +86,7 @@ class Engine:
                 self._fail_call(sequence.call_id, error)
                 self._leave(sequence)
             elif not self._exports.revoke(sequence_id):
-                self._tombstones[sequence_id] = None
-                if len(self._tombstones) > _MAX_TOMBSTONES:
-                    self._tombstones.popitem(last=False)
+                self._admission.bar(sequence_id)
 
     def renew(self, sequence_ids: Iterable[str]) -> None:
         for sequence_id in sequence_ids:
@@ -128,7 +115,7 @@ class Engine:
         """The sequence joins the batch, or fails so that the orchestrator has it re-prefilled."""
         sequence = done.sequence
         self._count("pulls_ok" if done.result else "pulls_failed")
-        if sequence.spec.sequence_id not in self._sequences:
+        if self._sequences.get(sequence.spec.sequence_id) is not sequence:
             self._scheduler.end(sequence)  # cancelled meanwhile; its blocks were quarantined
         elif done.result is None:
             assert done.error is not None
@@ -198,31 +185,6 @@ class Engine:
         )
 
     # ---- helpers -----------------------------------------------------------------------
-
-    def _accept(self, message: wire.Submit) -> Sequence:
-        try:
-            spec = _decode_spec(message.spec)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise InvalidRequest("request", f"not a sequence of this version: {error}") from error
-        known = (*spec.prompt_ids, *spec.output_ids)
-        if not spec.prompt_ids:
-            raise InvalidRequest("prompt_ids", "empty")
-        if not all(0 <= token < self._limits.vocab_size for token in known):
-            raise InvalidRequest("prompt_ids", f"ids must be in [0, {self._limits.vocab_size})")
-        if len(known) >= self._limits.max_model_len:
-            raise InvalidRequest(
-                "prompt_ids",
-                f"{len(known)} tokens leave no room in max_model_len {self._limits.max_model_len}",
-            )
-        if spec.sequence_id in self._sequences:
-            raise InvalidRequest("sequence_id", f"{spec.sequence_id} is running here already")
-        if spec.sequence_id in self._tombstones:
-            del self._tombstones[spec.sequence_id]
-            raise RequestCancelled("cancelled before it was admitted")
-        handle = self._imports.verify(message.handle, spec) if message.handle else None
-        if handle is not None and self._limits.role is Role.PREFILL:
-            raise InvalidRequest("handle", "a prefill worker takes no handle")
-        return Sequence(message.call_id, spec, arrived_s=self._clock(), handle=handle)
 
     def _emit(self, sampled: Iterable[tuple[Sequence, Sampled]]) -> None:
         """One message per orchestrator with its new tokens; a prefill engine replies instead."""

@@ -16,7 +16,9 @@ from tandem.wire import Admitted, Prefilled, PrefillReply, TokenEvent
 
 @dataclass
 class Timings:
-    """Seconds and names of one request's way; of the last attempt where there were several."""
+    """Names and seconds of one request's way. Of several attempts: the names of the last one, the
+    sums of queue, prefill and KV bytes.
+    """
 
     path: str = ""
     prefill_worker: str = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tandem import wire
+from tandem.kv.block_manager import BlockCounts
 from tandem.metrics import MetricsBuffer
 
 _COUNTERS = {
@@ -26,8 +27,12 @@ class StatsPublisher:
         self._totals: dict[str, float] = {}
 
     def expect_new_engine(self) -> None:
-        """The totals of a new incarnation begin at zero."""
+        """The totals of a new incarnation begin at zero, and it holds nothing yet."""
         self._totals = {}
+        for state in BlockCounts._fields:
+            self._metrics.set("tandem_kv_blocks", 0, state)
+        for name in ("kv_leases", "running", "waiting", "waiting_tokens"):
+            self._metrics.set(f"tandem_{name}", 0)
 
     def publish(self, stats: wire.Stats) -> None:
         for state, count in stats.blocks.items():
