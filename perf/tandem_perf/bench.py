@@ -29,7 +29,10 @@ from tandem_perf.workloads.base import WorkloadError, WorkloadOptions
 from tandem_perf.workloads.registry import NAMES as WORKLOADS
 
 bench = typer.Typer(
-    invoke_without_command=True, add_completion=False, pretty_exceptions_enable=False
+    name="bench",
+    invoke_without_command=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
 )
 
 

@@ -10,7 +10,7 @@ from tandem_perf.prompt_text import PromptText
 from tandem_perf.requests import RequestDigest, Session, first_requests
 from tandem_perf.run_config import RunConfig
 from tandem_perf.workloads.base import Workload, WorkloadError
-from tandem_perf.workloads.registry import load_workload, warm_up_workload
+from tandem_perf.workloads.registry import is_file, load_workload, warm_up_workload
 
 DEFAULT_NUM_REQUESTS = 60
 _WARM_UP_SEED_OFFSET = 1_000_003  # other prompts than the run's, so that no cache holds those
@@ -35,7 +35,7 @@ class PreparedLoad:
             list(self.digest.watch(session for _, session in self.schedule))
             num_requests = sum(len(session.requests) for _, session in self.schedule)
             self.num_requests: int | None = num_requests
-        elif self._num_requests is None:  # made as users ask for them
+        elif self._is_endless:  # made as users ask for them
             self.sessions = self.digest.watch(wanted)
             self.num_requests = None
         else:
@@ -51,11 +51,14 @@ class PreparedLoad:
         return list(self._as_sent(first_requests(sessions, self._config.warm_up)))
 
     @property
+    def _is_endless(self) -> bool:
+        return self._num_requests is None and not is_file(self._config.workload)
+
+    @property
     def _num_requests(self) -> int | None:
         config = self._config
-        is_file = ":" in config.workload
-        if config.num_requests is None and config.duration_s is None and not is_file:
-            return DEFAULT_NUM_REQUESTS
+        if config.num_requests is None and config.duration_s is None:
+            return None if is_file(config.workload) else DEFAULT_NUM_REQUESTS
         return config.num_requests
 
     def _wanted_sessions(self) -> Iterator[Session]:

@@ -55,7 +55,8 @@ class ServerWatch:
         """Waits until the server has reported its last steps."""
         assert self._before is not None
         ended_s = time.perf_counter()
-        self._stopping.wait(SETTLE_S)
+        if self._metrics_url is not None:
+            self._stopping.wait(SETTLE_S)
         self.close()
         samples, _ = self._scrape()
         after = Snapshot(ended_s, samples, self._usage())

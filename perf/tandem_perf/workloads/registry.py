@@ -40,6 +40,11 @@ def load_workload(spec: str, options: WorkloadOptions) -> Workload:
     return _FILES[kind](Path(path), options)
 
 
+def is_file(spec: str) -> bool:
+    """Whether the workload is a file, so that it has an end."""
+    return ":" in spec
+
+
 def warm_up_workload(workload: Workload, options: WorkloadOptions) -> Workload:
     """Like the workload, with another seed; a user's requests would warm the caches for
     themselves, so a user's file is warmed up with short random prompts.
