@@ -21,7 +21,7 @@ from tandem.config import (
     release_runtime_dir,
 )
 from tandem.engine.model_config import model_limits
-from tandem.errors import InvalidRequest, TandemError
+from tandem.errors import InvalidRequest, RequestCancelled, TandemError
 from tandem.metrics import ORCHESTRATOR_FAMILIES, MetricsBuffer
 from tandem.orchestrator.orchestrator import Orchestrator
 from tandem.orchestrator.responder import Response, Usage
@@ -125,7 +125,12 @@ class TritonPythonModel:
     ) -> None:
         task = self._loop.create_task(self._orchestrator.serve(inputs, parameters, responder))
         self._live[task] = responder
-        task.add_done_callback(lambda done: self._live.pop(done))
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        responder = self._live.pop(task)
+        if task.cancelled():  # before its first step; later ``serve`` answers by itself
+            responder.fail(RequestCancelled("the client went away or the server is stopping"))
 
     async def _poll_cancellations(self) -> None:
         """Triton tells nobody that a client went away; it has to be asked, in turn, not at once."""
