@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Coroutine
 from importlib import import_module
 from typing import Any, TypeVar
@@ -15,5 +16,10 @@ def run(work: Coroutine[Any, Any, _T]) -> _T:
         factory = import_module("uvloop").new_event_loop
     except ImportError:
         factory = None
-    with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(work)
+    gc.collect()
+    gc.freeze()  # prepared requests are many objects: no pause of the run to look through them
+    try:
+        with asyncio.Runner(loop_factory=factory) as runner:
+            return runner.run(work)
+    finally:
+        gc.unfreeze()

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,12 +14,18 @@ from pathlib import Path
 import msgspec
 import pytest
 from click.testing import Result
+from rich.console import Console
 from typer.testing import CliRunner
 
 from tandem_cli.main import app
-from tandem_perf.find_rate import RateSearchResult
+from tandem_perf.arrivals import PoissonArrivals
+from tandem_perf.find_rate import RateSearchResult, find_rate
+from tandem_perf.rate_search import RateSearch
 from tandem_perf.records import read_records
+from tandem_perf.run_config import RunConfig
+from tandem_perf.slo import parse_slo
 from tandem_perf.summary import Summary, read_summary
+from tandem_perf.targets.base import TargetOptions
 from test_perf_targets import FakeOpenAI
 
 
@@ -104,27 +111,40 @@ def test_find_rate_finds_the_rate_of_a_known_server(tmp_path: Path) -> None:
     # 20 ms a request, one at a time: beyond 50/s the queue grows without end.
     path = tmp_path / "requests.jsonl"
     path.write_text('{"input_ids": [1], "max_tokens": 1}\n' * 100)
+    search = RateSearch(40.0)
     with serving(FakeOpenAI(first_s=0.02, one_at_a_time=True)) as server:
-        options = ("--find-rate", "--rate", "40", "--slo", "ttft=0.15", "--trial", "1")
-        result = bench(server, tmp_path, "--workload", f"jsonl:{path}", *options)
-    assert result.exit_code == 0, result.output
-    assert "highest rate that passes" in result.output
-    search = msgspec.json.decode(
+        config = RunConfig(
+            target="openai",
+            target_options=TargetOptions(url=server.url),
+            workload=f"jsonl:{path}",
+            arrivals=PoissonArrivals(40.0),
+            out_dir=tmp_path,
+            slo=parse_slo("ttft=0.1"),
+        )
+        best = find_rate(config, search, 0.9, 0.3, Console(quiet=True))
+    assert search.best is not None
+    assert 10 <= search.best < 160
+    assert best is not None
+    assert best.rate == search.best
+    result = msgspec.json.decode(
         (tmp_path / "rate_search.json").read_bytes(), type=RateSearchResult
     )
-    assert search.best_rate is not None
-    assert 10 <= search.best_rate < 100
-    for trial in search.trials:
-        assert summary_of(tmp_path / f"rate-{trial.rate:.3f}").rate == trial.rate
+    assert result.best_rate == search.best
+    for trial in result.trials:
+        summary = summary_of(tmp_path / f"rate-{trial.rate:.3f}")
+        assert summary.rate == trial.rate
+        assert summary.statistics.overall.attainment == trial.attainment
 
 
 def test_ctrl_c_keeps_what_was_recorded(tmp_path: Path) -> None:
     def interrupt() -> None:
-        while sum(1 for _ in (tmp_path / "records.jsonl").open()) < 5:
-            threading.Event().wait(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
+        deadline_s = time.monotonic() + 5
+        path = tmp_path / "records.jsonl"
+        while time.monotonic() < deadline_s:
+            if path.exists() and path.read_bytes().count(b"\n") >= 5:
+                return os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
 
-    (tmp_path / "records.jsonl").touch()
     with serving(FakeOpenAI()) as server:
         watcher = threading.Thread(target=interrupt)
         watcher.start()

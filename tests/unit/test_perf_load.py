@@ -154,7 +154,7 @@ async def test_a_target_that_is_gone_fails_every_request() -> None:
     assert result.overall.failed == 3
     assert result.overall.completed == 0
     (message,) = result.errors
-    assert message.startswith("error: ConnectError")
+    assert message.startswith("error: cannot connect")
 
 
 async def test_too_many_in_flight_is_an_error_not_a_delay() -> None:

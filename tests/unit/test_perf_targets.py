@@ -15,6 +15,7 @@ from grpc import StatusCode
 
 from tandem_perf.requests import BenchRequest
 from tandem_perf.targets.base import Answer, Target, TargetError, TargetOptions
+from tandem_perf.targets.http_pool import HttpPool
 from tandem_perf.targets.openai_messages import AnswerReader
 from tandem_perf.targets.registry import open_target, target_for
 from tandem_perf.targets.server_sent_events import EventSplitter
@@ -45,6 +46,7 @@ class FakeOpenAI:
     num_streams: int = 0
     most_streams: int = 0
     left_early: int = 0
+    num_connections: int = 0
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @asynccontextmanager
@@ -57,6 +59,7 @@ class FakeOpenAI:
             server.close()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
         with suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -96,7 +99,7 @@ class FakeOpenAI:
                 await self._stream(body, len(prompt), fault, writer)
         finally:
             self.num_streams -= 1
-        return fault != "cut"
+        return fault not in ("cut", "drop")  # drop: close it after the answer
 
     async def _stream(
         self, body: dict[str, Any], num_prompt: int, fault: str, writer: asyncio.StreamWriter
@@ -187,7 +190,7 @@ async def test_openai_without_counts_in_chunks_still_has_the_total() -> None:
     [
         ("refuse", "HTTP 503: overloaded"),
         ("error", "engine died"),
-        ("cut", "RemoteProtocolError: peer closed connection"),
+        ("cut", "the connection was closed before the end of the answer"),
     ],
 )
 async def test_openai_faults_are_errors(fault: str, message: str) -> None:
@@ -204,8 +207,50 @@ async def test_openai_with_several_models_asks_for_one() -> None:
 
 async def test_nobody_listens() -> None:
     target = open_target("openai", TargetOptions(url="http://127.0.0.1:9", model="m"))
-    with pytest.raises(TargetError, match="ConnectError"):
+    with pytest.raises(TargetError, match="cannot connect to 127.0.0.1:9"):
         await send(target)
+
+
+async def test_a_connection_is_used_again_and_replaced_when_the_server_closed_it() -> None:
+    async with FakeOpenAI(faults={9: "drop"}).serve() as server:
+        target = open_target("openai", TargetOptions(url=server.url, model="m"))
+        dropped = BenchRequest(
+            request_id="1", length_class="short", max_tokens=1, input_ids=array("i", [9])
+        )
+        for request in (REQUEST, REQUEST, dropped, REQUEST):
+            answer = await asyncio.wait_for(target.send(request, lambda num_tokens: None), 5)
+            assert answer.output_tokens == request.max_tokens
+        assert server.num_connections == 2
+        await target.aclose()
+
+
+async def test_a_body_without_length_ends_with_its_connection() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.0 200 OK\r\n\r\nall ")
+        await writer.drain()
+        writer.write(b"of it")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        pool = HttpPool(f"http://127.0.0.1:{port}/prefix", {}, 5.0)
+        async with pool.request("GET", "/x") as response:
+            assert await response.body() == b"all of it"
+        assert not response.keeps_alive
+
+
+async def test_something_that_is_not_http_is_an_error() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(TargetError, match="no answer: "):
+            options = TargetOptions(url=f"http://127.0.0.1:{port}", model="m")
+            await send(open_target("openai", options))
 
 
 def test_an_answer_that_stops_without_an_end_is_an_error() -> None:
@@ -258,7 +303,9 @@ async def test_triton_counts_ids_also_without_text(scheme: str) -> None:
     [
         ("grpc", [Error("[UNAVAILABLE] queue is full")], "Unavailable: queue is full"),
         ("http", [token("a"), Error("[INTERNAL] died")], "ServerError: died"),
-        ("http", [token("a", output_ids=[1]), Cut()], "IncompleteStream: "),
+        ("http", [token("a", output_ids=[1]), Cut()], "closed before the end of the answer"),
+        ("http", [token("a", output_ids=[1])], "IncompleteStream: "),
+        ("http", [Error("[UNAVAILABLE] full", 503)], "Unavailable: full"),
         ("grpc", [token("a", output_ids=[1])], "IncompleteStream: "),
         ("grpc", [Abort(StatusCode.INTERNAL, "oops")], "ServerError: oops"),
     ],

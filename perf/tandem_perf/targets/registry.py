@@ -1,4 +1,4 @@
-"""Targets by name, imported on demand: grpc and httpx are slow to import."""
+"""Targets by name, imported on demand: grpc is slow to import."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from importlib import import_module
 from tandem_perf.targets.base import Target, TargetError, TargetOptions
 
 _TARGETS = {
-    "triton-grpc": "tandem_perf.targets.triton:TritonTarget",
-    "triton-http": "tandem_perf.targets.triton:TritonTarget",
+    "triton-grpc": "tandem_perf.targets.triton_grpc:TritonGrpcTarget",
+    "triton-http": "tandem_perf.targets.triton_http:TritonHttpTarget",
     "openai": "tandem_perf.targets.openai:OpenAITarget",
 }
 _SCHEMES = {"triton-grpc": ("grpc",), "triton-http": ("http", "https"), "openai": ("http", "https")}

@@ -1,10 +1,10 @@
-"""Triton's gRPC stream and generate_stream, through the project's own client."""
+"""Triton's gRPC stream, through the project's own client."""
 
 from __future__ import annotations
 
 import msgspec
 
-from tandem_client import AsyncTandemClient, GenerateRequest, TandemClientError
+from tandem_client import AsyncTandemClient, Completion, GenerateRequest, TandemClientError
 from tandem_client import Timings as ClientTimings
 from tandem_perf.records import ServerTimings
 from tandem_perf.requests import BenchRequest
@@ -13,9 +13,7 @@ from tandem_perf.targets.base import Answer, OnTokens, TargetError, TargetOption
 _GRACE_S = 5.0  # the load's own deadline comes first
 
 
-class TritonTarget:
-    """``url`` is grpc:// or http://; the client picks the protocol from it."""
-
+class TritonGrpcTarget:
     def __init__(self, options: TargetOptions) -> None:
         try:
             self._client = AsyncTandemClient(
@@ -26,25 +24,20 @@ class TritonTarget:
 
     async def send(self, request: BenchRequest, on_tokens: OnTokens) -> Answer:
         try:
-            async with self._client.send(_generate_request(request)) as stream:
+            async with self._client.send(generate_request(request)) as stream:
                 async for chunk in stream:
                     if num_tokens := len(chunk.output_ids or ()):
                         on_tokens(num_tokens)
                 completion = await stream.result()
         except TandemClientError as error:
             raise TargetError(f"{type(error).__name__}: {error}") from error
-        return Answer(
-            finish_reason=completion.finish_reason,
-            prompt_tokens=completion.num_input_tokens,
-            output_tokens=completion.num_output_tokens,
-            timings=_timings(completion.timings),
-        )
+        return answer_from(completion)
 
     async def aclose(self) -> None:
         await self._client.aclose()
 
 
-def _generate_request(request: BenchRequest) -> GenerateRequest:
+def generate_request(request: BenchRequest) -> GenerateRequest:
     ids = request.input_ids
     return GenerateRequest(
         stream=True,
@@ -55,6 +48,15 @@ def _generate_request(request: BenchRequest) -> GenerateRequest:
         temperature=0.0,
         ignore_eos=request.ignore_eos,
         return_output_ids=True,  # a chunk a token, also where it adds no text
+    )
+
+
+def answer_from(completion: Completion) -> Answer:
+    return Answer(
+        finish_reason=completion.finish_reason,
+        prompt_tokens=completion.num_input_tokens,
+        output_tokens=completion.num_output_tokens,
+        timings=_timings(completion.timings),
     )
 
 
