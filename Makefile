@@ -1,5 +1,6 @@
 # make setup   virtual environment, Triton and a small model (once; later runs take seconds)
 # make run     serve the small model and ask it one question
+# make bench   compare colocated and disaggregated serving here (about 5 minutes), write a report
 # make test    what CI runs: ruff, mypy, pytest (real Triton server included)
 #
 # PYTHON=python3.12             another Python (3.11 or 3.12 with a shared libpython)
@@ -14,7 +15,7 @@ BIN := .venv/bin
 # One stamp per content of pyproject.toml: a change installs again, a fresh checkout does not.
 STAMP := .venv/.setup-$(shell (cat pyproject.toml; echo '$(TORCH)') | sha256sum | cut -c1-16)
 
-.PHONY: setup run test lint clean
+.PHONY: setup run bench test lint clean
 
 setup: $(STAMP)
 	@$(BIN)/tandem fetch triton
@@ -30,6 +31,10 @@ $(STAMP):
 
 run: setup
 	@$(BIN)/tandem run
+
+BENCH ?= --workload mixed-60-40 --time-budget 300
+bench: setup
+	@$(BIN)/tandem bench compare $(BENCH) --out build/bench/$$(date +%Y%m%d-%H%M%S)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -16,8 +16,10 @@ from tandem.types import Policy
 from tandem_cli.errors import CliError
 from tandem_perf.arrivals import ClosedLoop, TraceArrivals
 from tandem_perf.bench_arguments import DEFAULT_RATE, arrivals_from, slo_from, token_range_from
+from tandem_perf.compare import compare
 from tandem_perf.find_rate import find_rate
 from tandem_perf.rate_search import RateSearch
+from tandem_perf.report import report
 from tandem_perf.run import run_load
 from tandem_perf.run_config import RunConfig
 from tandem_perf.slo import MEASURES
@@ -34,6 +36,8 @@ bench = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+bench.command("compare")(compare)
+bench.command("report")(report)
 
 
 @bench.callback()

@@ -10,8 +10,14 @@ _TARGETS = {
     "triton-grpc": "tandem_perf.targets.triton_grpc:TritonGrpcTarget",
     "triton-http": "tandem_perf.targets.triton_http:TritonHttpTarget",
     "openai": "tandem_perf.targets.openai:OpenAITarget",
+    "openai-round-robin": "tandem_perf.targets.round_robin:RoundRobinTarget",
 }
-_SCHEMES = {"triton-grpc": ("grpc",), "triton-http": ("http", "https"), "openai": ("http", "https")}
+_SCHEMES = {
+    "triton-grpc": ("grpc",),
+    "triton-http": ("http", "https"),
+    "openai": ("http", "https"),
+    "openai-round-robin": ("http", "https"),
+}
 NAMES = tuple(_TARGETS)
 
 
