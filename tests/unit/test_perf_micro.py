@@ -15,7 +15,14 @@ from typer.testing import CliRunner
 from tandem_perf.machine import this_machine
 from tandem_perf.micro import handle, orchestrator, scheduler, transport
 from tandem_perf.micro.__main__ import app
-from tandem_perf.micro.figure import Bound, Figure, MicroOptions, MicroReport
+from tandem_perf.micro.figure import (
+    Bound,
+    Figure,
+    MicroOptions,
+    MicroReport,
+    rate_figure,
+    time_figure,
+)
 from tandem_perf.micro.floors import (
     ModelShape,
     Peaks,
@@ -28,7 +35,7 @@ from tandem_perf.micro.floors import (
 )
 from tandem_perf.micro.parts import NAMES
 from tandem_perf.micro.tables import noise_warnings
-from tandem_perf.micro.timing import Spread, time_repeats
+from tandem_perf.micro.timing import Spread, Timing, time_repeats
 from tiny_tokenizers import write_byte_level
 
 SHAPE = ModelShape(
@@ -123,37 +130,39 @@ def test_repeats_without_the_warm_up() -> None:
     )
     assert calls == ["prepare", "work", "work"] * 4
     assert timing.seconds == (1.5, 0.5, 1.0)
-    assert (timing.best_s, timing.busy) == (0.5, 0.5)
-    assert timing.times(1e3) == Spread(median=1000, min=500, max=1500, repeats=3)
-    assert timing.rate(3) == Spread(median=3, min=2, max=6, repeats=3)
+    assert timing.cpu_seconds == (0.5, 0.5, 0.5)
+    assert (timing.best_s, timing.best_cpu_s, timing.busy) == (0.5, 0.5, 0.5)
 
 
-def figure(is_rate: bool, busy: float = 1.0) -> Figure:
-    return Figure(
-        part="p",
-        what="w",
-        unit="u",
-        spread=Spread(median=8, min=4, max=16, repeats=3),
-        bound=Bound(value=4 if not is_rate else 16, reason="r"),
-        busy=busy,
-        is_rate=is_rate,
-    )
+def figure(busy: float = 1.0) -> Figure:
+    timing = Timing(seconds=(0.5, 1.0, 2.0), cpu_seconds=(0.25, 0.5, 0.5))
+    made = time_figure("p", "w", "ms", timing, 1e3, Bound(value=200, reason="r"))
+    return msgspec.structs.replace(made, busy=busy)
 
 
-def test_a_figure_is_so_many_times_slower_than_its_bound() -> None:
-    time, rate = figure(is_rate=False), figure(is_rate=True)
-    assert (time.times_bound(time.spread.median), time.times_bound(time.best)) == (2, 1)
-    assert (rate.times_bound(rate.spread.median), rate.times_bound(rate.best)) == (2, 1)
+def test_a_time_beside_its_floor() -> None:
+    found = figure()
+    assert found.wall == Spread(median=1000, min=500, max=2000, repeats=3)
+    assert found.cpu == Spread(median=500, min=250, max=500, repeats=3)
+    assert found.times_bound(found.wall.median) == 5
+
+
+def test_a_rate_beside_its_ceiling() -> None:
+    timing = Timing(seconds=(0.5, 1.0, 2.0), cpu_seconds=(0.25, 0.5, 0.5))
+    found = rate_figure("p", "w", "GB/s", timing, 3, Bound(value=12, reason="r"))
+    assert found.wall == Spread(median=3, min=1.5, max=6, repeats=3)
+    assert found.cpu == Spread(median=6, min=6, max=12, repeats=3)
+    assert found.times_bound(found.wall.median) == 4
 
 
 def test_noise_is_said() -> None:
     machine = this_machine()
     quiet = msgspec.structs.replace(machine, cores=2, load_average=(2.0, 0.0, 0.0))
     loud = msgspec.structs.replace(quiet, load_average=(7.0, 0.0, 0.0))
-    assert list(noise_warnings(quiet, quiet, [figure(False)])) == []
-    (warning,) = noise_warnings(quiet, loud, [figure(False)])
+    assert list(noise_warnings(quiet, quiet, [figure()])) == []
+    (warning,) = noise_warnings(quiet, loud, [figure()])
     assert "2.0 before and 7.0 after on 2 cores" in warning
-    (warning,) = noise_warnings(quiet, quiet, [figure(False, busy=0.5)])
+    (warning,) = noise_warnings(quiet, quiet, [figure(busy=0.5)])
     assert "p, w: had a core 50% of the time" in warning
 
 
@@ -168,8 +177,9 @@ def options(tmp_path: Path) -> MicroOptions:
 
 def check(figures: list[Figure], part: str) -> None:
     for found in figures:
-        assert (found.part, found.spread.repeats) == (part, 2)
-        assert 0 < found.spread.min <= found.spread.median <= found.spread.max
+        assert (found.part, found.wall.repeats) == (part, 2)
+        for measured in (found.wall, found.cpu):
+            assert 0 < measured.min <= measured.median <= measured.max
         assert found.bound.value > 0
     assert len({found.what for found in figures}) == len(figures)
 

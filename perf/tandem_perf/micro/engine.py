@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
 
 from tandem.engine.batch_builder import build_batch
 from tandem.engine.model import LoadedModel, load_model
@@ -22,10 +23,11 @@ from tandem.engine.sequence import Sequence
 from tandem.engine.slab import TORCH_DTYPES, empty_slab
 from tandem.types import SamplingParams
 from tandem.wire import SequenceSpec
-from tandem_perf.micro.figure import Bound, Figure, MicroOptions
+from tandem_perf.micro.figure import Bound, Figure, MicroOptions, rate_figure, time_figure
 from tandem_perf.micro.floors import (
     Floor,
     ModelShape,
+    Peaks,
     decode_step,
     floor_of,
     prefill_steps,
@@ -59,37 +61,26 @@ def run(options: MicroOptions) -> Iterator[Figure]:
 
 def measure(options: MicroOptions, sizes: EngineSizes) -> Iterator[Figure]:
     torch.set_num_threads(options.threads)
+    logging.disable_progress_bar()
     model = load_model(options.model_dir, options.dtype, "cpu")
     shape = model_shape(options.model_dir, model)
     peaks = measure_peaks(TORCH_DTYPES[model.dtype_name], options.repeats, sizes.read_bytes)
     bench = _EngineBench(model, sizes)
-    limits = f"{peaks.bytes_per_s / 1e9:.1f} GB/s, {peaks.flops_per_s / 1e9:.0f} GFLOP/s"
-    label = f"{model.dtype_name}, {options.threads} thread(s)"
+    reason = _Reason(peaks, f"{model.dtype_name}, {options.threads} thread(s)")
     for prompt_len in sizes.prompts:
         for chunk in sorted({min(sizes.chunk, prompt_len), prompt_len}):
             floor = floor_of(prefill_steps(shape, prompt_len, chunk), peaks)
             timing = bench.prefill(prompt_len, chunk, options.repeats)
-            yield Figure(
-                part="engine",
-                what=f"prefill {prompt_len} tokens, chunks of {chunk} ({label})",
-                unit="tokens/s",
-                spread=timing.rate(prompt_len),
-                bound=Bound(value=prompt_len / floor.seconds, reason=_reason(floor, limits)),
-                busy=timing.busy,
-                is_rate=True,
-            )
+            what = f"prefill {prompt_len} tokens, chunks of {chunk}"
+            bound = Bound(value=prompt_len / floor.seconds, reason=reason.of(floor))
+            yield rate_figure("engine", what, "tokens/s", timing, prompt_len, bound)
     for batch in sizes.batches:
         for context_len in sizes.contexts:
             floor = floor_of([decode_step(shape, batch, context_len)], peaks)
             timing = bench.decode(batch, context_len, options.repeats)
-            yield Figure(
-                part="engine",
-                what=f"decode batch {batch}, context {context_len} ({label})",
-                unit="ms/step",
-                spread=timing.times(1e3),
-                bound=Bound(value=floor.seconds * 1e3, reason=_reason(floor, limits)),
-                busy=timing.busy,
-            )
+            what = f"decode batch {batch}, context {context_len}"
+            bound = Bound(value=floor.seconds * 1e3, reason=reason.of(floor))
+            yield time_figure("engine", what, "ms/step", timing, 1e3, bound)
 
 
 def model_shape(model_dir: Path, model: LoadedModel) -> ModelShape:
@@ -171,5 +162,12 @@ class _EngineBench:
         ]
 
 
-def _reason(floor: Floor, limits: str) -> str:
-    return f"{floor.reason} at {limits}"
+@dataclass(frozen=True)
+class _Reason:
+    peaks: Peaks
+    setting: str
+
+    def of(self, floor: Floor) -> str:
+        if floor.reason == "bytes":
+            return f"{self.peaks.bytes_per_s / 1e9:.1f} GB/s ({self.setting})"
+        return f"{self.peaks.flops_per_s / 1e9:.0f} GFLOP/s ({self.setting})"

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from tandem_perf.machine import Machine
-from tandem_perf.micro.timing import Spread
+from tandem_perf.micro.timing import Spread, Timing, spread
 
 
 class Bound(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,24 +19,53 @@ class Bound(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """``part`` is engine, transport, …; ``is_rate``: more is better. ``busy``: see ``Timing``."""
+    """``part`` is engine, transport, …; ``wall`` and ``cpu`` are the same quantity by two clocks
+    (see ``Timing``). ``is_rate``: more is better.
+    """
 
     part: str
     what: str
     unit: str
-    spread: Spread
-    bound: Bound
+    wall: Spread
+    cpu: Spread
     busy: float
+    bound: Bound
     is_rate: bool = False
-
-    @property
-    def best(self) -> float:
-        """What noise was least part of."""
-        return self.spread.max if self.is_rate else self.spread.min
 
     def times_bound(self, value: float) -> float:
         """How many times slower than the bound ``value`` is; 1 cannot be beaten."""
         return self.bound.value / value if self.is_rate else value / self.bound.value
+
+
+def time_figure(
+    part: str, what: str, unit: str, timing: Timing, factor: float, bound: Bound
+) -> Figure:
+    """``factor``: 1e3 for milliseconds; divided by an amount of work, time per unit of it."""
+    return Figure(
+        part=part,
+        what=what,
+        unit=unit,
+        wall=spread(s * factor for s in timing.seconds),
+        cpu=spread(s * factor for s in timing.cpu_seconds),
+        busy=timing.busy,
+        bound=bound,
+    )
+
+
+def rate_figure(
+    part: str, what: str, unit: str, timing: Timing, amount: float, bound: Bound
+) -> Figure:
+    """``amount`` of work per second."""
+    return Figure(
+        part=part,
+        what=what,
+        unit=unit,
+        wall=spread(amount / s for s in timing.seconds),
+        cpu=spread(amount / s for s in timing.cpu_seconds),
+        busy=timing.busy,
+        bound=bound,
+        is_rate=True,
+    )
 
 
 class MicroReport(msgspec.Struct, frozen=True, kw_only=True):

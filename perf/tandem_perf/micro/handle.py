@@ -9,7 +9,7 @@ from hashlib import sha256
 
 from tandem import wire
 from tandem.kv.handle import VERSION, KVHandle, sign, verify
-from tandem_perf.micro.figure import Bound, Figure, MicroOptions
+from tandem_perf.micro.figure import Bound, Figure, MicroOptions, time_figure
 from tandem_perf.micro.timing import time_repeats
 
 NUM_BLOCK_IDS = (16, 1024)
@@ -28,21 +28,15 @@ def measure(options: MicroOptions, loops: int) -> Iterator[Figure]:
         digest = time_repeats(
             partial(hmac.digest, _SECRET, payload, sha256), options.repeats, loops=loops
         )
-        bound = Bound(value=digest.best_s * 1e6, reason=f"HMAC-SHA256 of {len(payload)} B")
+        bound = Bound(value=digest.best_cpu_s * 1e6, reason=f"HMAC-SHA256 of {len(payload)} B")
         actions: dict[str, Callable[[], object]] = {
             "sign": partial(sign, handle, _SECRET),
             "verify": partial(verify, blob, _SECRET, now_unix_s=0.0),
         }
         for name, action in actions.items():
             timing = time_repeats(action, options.repeats, loops=loops)
-            yield Figure(
-                part="handle",
-                what=f"{name}, {num_blocks} block ids",
-                unit="µs",
-                spread=timing.times(1e6),
-                bound=bound,
-                busy=timing.busy,
-            )
+            what = f"{name}, {num_blocks} block ids"
+            yield time_figure("handle", what, "µs", timing, 1e6, bound)
 
 
 def _handle(num_blocks: int) -> KVHandle:

@@ -21,7 +21,7 @@ from tandem.orchestrator.text_assembler import TextAssembler
 from tandem.orchestrator.tokenizer import Tokenizer
 from tandem.types import FinishReason, Load, Role, SamplingParams
 from tandem_perf.micro.fake_engine import fake_engine
-from tandem_perf.micro.figure import Bound, Figure, MicroOptions
+from tandem_perf.micro.figure import Bound, Figure, MicroOptions, time_figure
 from tandem_perf.micro.timing import Timing, time_repeats
 
 _NAME = "llm_0_0"
@@ -47,18 +47,13 @@ def measure(options: MicroOptions, sizes: OrchestratorSizes) -> Iterator[Figure]
     num_tokens = sizes.streams * sizes.steps
     decode = wire.decoder(wire.StepMessage).decode
     least = time_repeats(lambda: [decode(payload) for payload in payloads], options.repeats)
-    bound = Bound(value=least.best_s / num_tokens * 1e6, reason="msgpack decoding of the messages")
+    floor_us = least.best_cpu_s / num_tokens * 1e6
+    bound = Bound(value=floor_us, reason="msgpack decoding of the messages")
     for pause_s in sizes.pauses_s:
         timing = _streams(tokenizer, payloads, sizes, pause_s, options.repeats)
         pace = f"a step every {pause_s * 1e3:g} ms" if pause_s else "back to back"
-        yield Figure(
-            part="orchestrator",
-            what=f"{sizes.streams} streams, {pace}, CPU of the process",
-            unit="µs/token",
-            spread=timing.times(1e6 / num_tokens),
-            bound=bound,
-            busy=timing.busy,
-        )
+        what = f"{sizes.streams} streams, {pace}, CPU of the process"
+        yield time_figure("orchestrator", what, "µs/token", timing, 1e6 / num_tokens, bound)
 
 
 def step_payloads(sizes: OrchestratorSizes, vocab_size: int) -> list[bytes]:
@@ -94,7 +89,7 @@ def _streams(
         with fake_engine(f"ipc://{folder}/stream-{_NAME}", payloads, pause_s) as start_engine:
             for _ in range(repeats + 1):
                 seconds.append(asyncio.run(_one_run(tokenizer, sizes, folder, start_engine)))
-    return Timing(tuple(seconds[1:]), busy=1.0)
+    return Timing(tuple(seconds[1:]), tuple(seconds[1:]))
 
 
 async def _one_run(

@@ -11,7 +11,7 @@ from tandem.engine.sequence import Sequence
 from tandem.kv.block_manager import BlockManager
 from tandem.types import SamplingParams
 from tandem.wire import SequenceSpec
-from tandem_perf.micro.figure import Bound, Figure, MicroOptions
+from tandem_perf.micro.figure import Bound, Figure, MicroOptions, time_figure
 from tandem_perf.micro.timing import Timing, time_repeats
 
 _BLOCK_SIZE = 16
@@ -33,17 +33,12 @@ def measure(options: MicroOptions, sizes: SchedulerSizes) -> Iterator[Figure]:
     for num_waiting in sizes.waiting:
         bench = _SchedulerBench(sizes, num_waiting)
         least = time_repeats(bench.name_all, options.repeats, loops=20)
-        bound = Bound(value=least.best_s * 1e6, reason="list of (sequence, 1)")
+        bound = Bound(value=least.best_cpu_s * 1e6, reason="list of (sequence, 1)")
         load = f"{sizes.decoding} decoding, {num_waiting} waiting"
         scheduling, rest = bench.steps(options.repeats)
         for what, timing in (("schedule", scheduling), ("build and account", rest)):
-            yield Figure(
-                part="scheduler",
-                what=f"{what}: {load}",
-                unit="µs/step",
-                spread=timing.times(1e6),
-                bound=bound,
-                busy=timing.busy,
+            yield time_figure(
+                "scheduler", f"{what}: {load}", "µs/step", timing, 1e6, bound
             )
 
 

@@ -15,18 +15,19 @@ _BUSY = 0.9  # below, more than a tenth of the time went to somebody else
 
 
 def print_part(figures: Sequence[Figure], console: Console) -> None:
-    caption = "median (min–max); × is median (best) against bound"
+    caption = "median (min–max), by wall clock and by CPU time; × is the median against the bound"
     table = Table(title=figures[0].part, caption=caption)
     table.add_column("what", overflow="fold")
-    for title in ("unit", "measured", "bound", "×", "bound is"):
-        table.add_column(title, justify="left" if title == "bound is" else "right")
+    for title in ("unit", "wall", "×", "CPU", "×", "bound"):
+        table.add_column(title, justify="right")
+    table.add_column("bound by")
     for figure in figures:
         table.add_row(
             figure.what,
             figure.unit,
-            _spread(figure.spread),
+            *_cells(figure, figure.wall),
+            *_cells(figure, figure.cpu),
             _number(figure.bound.value),
-            f"{_times(figure, figure.spread.median)} ({_times(figure, figure.best)})",
             figure.bound.reason,
         )
     console.print(table)
@@ -47,19 +48,16 @@ def noise_warnings(
     if load > before.cores:
         yield (
             f"noisy machine: load average {before.load_average[0]:.1f} before and "
-            f"{after.load_average[0]:.1f} after on {before.cores} cores; trust the best value"
+            f"{after.load_average[0]:.1f} after on {before.cores} cores; trust the CPU time"
         )
     for figure in figures:
         if figure.busy < _BUSY:
             yield f"{figure.part}, {figure.what}: had a core {figure.busy:.0%} of the time"
 
 
-def _times(figure: Figure, value: float) -> str:
-    return f"{figure.times_bound(value):.1f}"
-
-
-def _spread(spread: Spread) -> str:
-    return f"{_number(spread.median)} ({_number(spread.min)}–{_number(spread.max)})"
+def _cells(figure: Figure, spread: Spread) -> tuple[str, str]:
+    values = f"{_number(spread.median)} ({_number(spread.min)}–{_number(spread.max)})"
+    return values, f"{figure.times_bound(spread.median):.1f}"
 
 
 def _number(value: float) -> str:

@@ -1,10 +1,10 @@
-"""Repeats of one piece of work, timed; median and range, and how noisy the machine was."""
+"""Repeats of one piece of work, timed by the wall clock and by the CPU it took."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -21,25 +21,26 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Timing:
-    """``seconds`` of each repeat, at least one. ``busy``: the share of that time in which the
-    measuring thread had a core; well below 1 the machine (or a wait) is part of the figure.
+    """``seconds`` of each repeat, at least one, and ``cpu_seconds`` of the measuring thread: what
+    the work costs on a core, whoever else was on the machine.
     """
 
     seconds: tuple[float, ...]
-    busy: float
+    cpu_seconds: tuple[float, ...]
+
+    @property
+    def busy(self) -> float:
+        """The share of the time in which the thread had a core."""
+        return min(1.0, sum(self.cpu_seconds) / sum(self.seconds))
 
     @property
     def best_s(self) -> float:
-        """What noise only adds to."""
         return min(self.seconds)
 
-    def times(self, factor: float) -> Spread:
-        """``factor`` 1e3 is milliseconds; divided by an amount of work it is time per unit."""
-        return _spread([s * factor for s in self.seconds])
-
-    def rate(self, amount: float) -> Spread:
-        """``amount`` per second."""
-        return _spread([amount / s for s in self.seconds])
+    @property
+    def best_cpu_s(self) -> float:
+        """For bounds: noise only adds to it."""
+        return min(self.cpu_seconds)
 
 
 def time_repeats(
@@ -57,22 +58,21 @@ def time_repeats(
     """
     assert repeats >= 1 and loops >= 1
     seconds: list[float] = []
-    cpu_s = 0.0
-    for repeat in range(repeats + 1):
+    cpu_seconds: list[float] = []
+    for _ in range(repeats + 1):
         if prepare is not None:
             prepare()
         cpu_start_s, start_s = cpu(), wall()
         for _ in range(loops):
             work()
         end_s, cpu_end_s = wall(), cpu()
-        if repeat > 0:
-            seconds.append(end_s - start_s)
-            cpu_s += cpu_end_s - cpu_start_s
-    busy = min(1.0, cpu_s / sum(seconds)) if sum(seconds) > 0 else 1.0
-    return Timing(tuple(s / loops for s in seconds), busy)
+        seconds.append((end_s - start_s) / loops)
+        cpu_seconds.append((cpu_end_s - cpu_start_s) / loops)
+    return Timing(tuple(seconds[1:]), tuple(cpu_seconds[1:]))
 
 
-def _spread(values: list[float]) -> Spread:
+def spread(values: Iterable[float]) -> Spread:
+    ordered = sorted(values)
     return Spread(
-        median=statistics.median(values), min=min(values), max=max(values), repeats=len(values)
+        median=statistics.median(ordered), min=ordered[0], max=ordered[-1], repeats=len(ordered)
     )

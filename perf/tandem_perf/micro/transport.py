@@ -19,7 +19,7 @@ from tandem.kv.lease_board import Lease, LeaseBoard
 from tandem.transport import create_transport
 from tandem.transport.base import RegionShape
 from tandem.transport.fenced_pull import FencedPuller
-from tandem_perf.micro.figure import Bound, Figure, MicroOptions
+from tandem_perf.micro.figure import Bound, Figure, MicroOptions, rate_figure
 from tandem_perf.micro.timing import Timing, time_repeats
 
 TRANSPORTS = ("shm",)
@@ -50,17 +50,10 @@ def measure(options: MicroOptions, sizes: TransportSizes) -> Iterator[Figure]:
             num_blocks = sizes.pull_bytes // block_bytes
             copied = _memcpy(num_blocks * block_bytes, options.repeats)
             num_gb = num_blocks * block_bytes / 1e9
-            bound = Bound(value=num_gb / copied.best_s, reason="memcpy in one process")
+            bound = Bound(value=num_gb / copied.best_cpu_s, reason="memcpy in one process")
             for order, timing in _pulls(transport, num_blocks, block_bytes, options.repeats):
-                yield Figure(
-                    part="transport",
-                    what=f"{transport}, {num_blocks} {order} blocks of {block_bytes:,} B ({name})",
-                    unit="GB/s",
-                    spread=timing.rate(num_gb),
-                    bound=bound,
-                    busy=timing.busy,
-                    is_rate=True,
-                )
+                what = f"{transport}, {num_blocks} {order} blocks of {block_bytes:,} B ({name})"
+                yield rate_figure("transport", what, "GB/s", timing, num_gb, bound)
 
 
 def _pulls(
