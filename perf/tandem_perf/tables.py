@@ -47,10 +47,10 @@ def _latency_table(summary: Summary) -> Table:
         f"requests {summary.request_digest}"
     )
     table = Table(title=title, caption="milliseconds; from the scheduled time")
-    table.add_column("class")
-    table.add_column("")
+    table.add_column("class", no_wrap=True)
+    table.add_column("", no_wrap=True)
     for title in ("count", "mean", "p50", "p90", "p95", "p99", "max"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", no_wrap=True)
     statistics = summary.statistics
     groups = {"all": statistics.overall}
     if len(statistics.by_class) > 1:
@@ -58,7 +58,7 @@ def _latency_table(summary: Summary) -> Table:
     for name, group in groups.items():
         latencies = group.latencies
         rows = {"TTFT": latencies.ttft, "ITL": latencies.itl, "TPOT": latencies.tpot,
-                "end to end": latencies.e2e}  # fmt: skip
+                "E2E": latencies.e2e}  # fmt: skip
         for label, values in rows.items():
             table.add_row(name if label == "TTFT" else "", label, *_cells(values))
         table.add_section()
@@ -153,4 +153,9 @@ def _attainment(group: Group) -> str:
 
 def _cells(values: Distribution) -> list[str]:
     quantities = (values.mean, values.p50, values.p90, values.p95, values.p99, values.max)
-    return [str(values.count), *("–" if q is None else f"{q * 1e3:,.1f}" for q in quantities)]
+    return [str(values.count), *("–" if q is None else _milliseconds(q) for q in quantities)]
+
+
+def _milliseconds(quantity_s: float) -> str:
+    value = quantity_s * 1e3
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
