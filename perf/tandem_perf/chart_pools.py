@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from tandem_perf.chart_style import INK, MUTED, PART_COLORS, class_colors
 from tandem_perf.pool_spans import WAITING, Phase, PoolSpans, pool_spans
@@ -23,6 +23,7 @@ _ALPHA = {
     Phase.DECODE: 0.42,
 }
 _TRANSFER_COLOR = INK
+_LONG_PHASES = (Phase.PREFILL, Phase.TO_FIRST_TOKEN, Phase.DECODE)
 
 
 def pool_timeline(
@@ -36,9 +37,10 @@ def pool_timeline(
     figure = Figure(figsize=(_WIDTH_IN, sum(heights) + 1.35), layout="constrained")
     grid = figure.subplots(len(pools), 1, squeeze=False, sharex=True, height_ratios=heights)
     colors = class_colors(classes)
-    for (axes,), pool in zip(grid, pools, strict=True):
+    for (axes,), pool, height in zip(grid, pools, heights, strict=True):
         _bars(axes, pool, colors)
-        axes.set_ylim(pool.num_lanes - 0.4, -0.6)
+        spare = height / _LANE_IN - pool.num_lanes  # a lane has the same height in every pool
+        axes.set_ylim(pool.num_lanes - 0.5 + spare / 2, -0.5 - spare / 2)
         axes.set_yticks([])
         axes.set_ylabel(pool.name, rotation=0, ha="right", va="center", color=INK)
         axes.spines["left"].set_visible(False)
@@ -82,10 +84,13 @@ def occupancy(runs: dict[str, Run], duration_s: float) -> Figure | None:
         legend.get_title().set_fontweight("bold")
     for axes in grid[:, :2].flat:
         axes.set_ylabel("sequences")
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
         axes.set_ylim(bottom=0)
     for axes in grid[:, 2]:
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(
+            PercentFormatter(1.0, decimals=0 if axes.get_ylim()[1] > 0.05 else 1)
+        )
     for axes in grid[-1]:
         axes.set_xlim(0, duration_s)
         axes.set_xlabel("seconds")
@@ -103,7 +108,8 @@ def _bars(axes: Axes, pool: PoolSpans, colors: dict[str, str]) -> None:
                 height=0.5 if pool.name == WAITING else 0.82,
                 color=_TRANSFER_COLOR if phase is Phase.TRANSFER else color,
                 alpha=_ALPHA[phase],
-                linewidth=0,
+                edgecolor="white",  # parts two bars that follow each other
+                linewidth=0.5 if phase in _LONG_PHASES else 0,
             )
     axes.grid(False, axis="y")
     axes.tick_params(axis="x", colors=MUTED)

@@ -118,7 +118,8 @@ def _cpu_parts(data: ReportData, name: str) -> dict[str, float]:
         costs = run.summary.server_side.cpu_us_per_token if run.summary.server_side else {}
         for kind, spent_us in costs.items():
             found.setdefault(kind, []).append(spent_us / 1e3)
-    return {kind: fmean(values) for kind, values in found.items()}
+    means = {kind: fmean(values) for kind, values in found.items()}
+    return dict(sorted(means.items(), key=lambda part: -part[1]))
 
 
 def _phase_parts(records: Iterable[RequestRecord], length_class: str) -> dict[str, float]:
@@ -146,7 +147,6 @@ def _stacked(axes: Axes, bars: dict[str, dict[str, float]], title: str, unit: st
     if not parts:
         axes.text(0.5, 0.5, "not measured", ha="center", transform=axes.transAxes)
         return
-    parts.sort(key=lambda part: -max(shares.get(part, 0.0) for shares in bars.values()))
     starts = {name: 0.0 for name in bars}
     shown, rest = parts[:6], parts[6:]
     for number, part in enumerate([*shown, *(["other"] if rest else [])]):

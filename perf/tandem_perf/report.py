@@ -105,11 +105,12 @@ def _sections(data: ReportData) -> Iterator[Html]:
     )  # fmt: skip
     yield section(
         _CONTENTS["latency"], *_latency_figures(data), anchor="latency",
-        note="The further left a curve, the faster. All rounds together, completed requests.",
+        note="The further left a curve, the faster; dots are p50, p95 and p99. All rounds "
+        "together, completed requests.",
     )  # fmt: skip
     yield section(
         _CONTENTS["classes"], report_tables.class_table(data), anchor="classes",
-        note="Milliseconds; median over rounds (lowest–highest); counts are sums of all rounds.",
+        note="Latencies in milliseconds, median over rounds; counts are sums of all rounds.",
     )  # fmt: skip
     yield section(_CONTENTS["rates"], *_rate_figures(data), anchor="rates")
     yield section(

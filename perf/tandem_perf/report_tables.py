@@ -160,8 +160,10 @@ def _class_rows(data: ReportData) -> Iterator[Html]:
         groups: dict[str, list[Group]] = {}
         for run in data.runs[name]:
             statistics = run.summary.statistics
-            for label, group in {"all": statistics.overall, **statistics.by_class}.items():
-                groups.setdefault(label, []).append(group)
+            groups.setdefault("all", []).append(statistics.overall)
+            for label in data.length_classes:
+                if label in statistics.by_class:
+                    groups.setdefault(label, []).append(statistics.by_class[label])
         for label, found in groups.items():
             latencies = [group.latencies for group in found]
             yield row(
@@ -169,18 +171,23 @@ def _class_rows(data: ReportData) -> Iterator[Html]:
                 label,
                 str(sum(group.requests for group in found)),
                 str(sum(group.failed for group in found)),
-                _value(spread(None if g.attainment is None else g.attainment * 100 for g in found)),
-                _value(_ms(x.ttft.p50 for x in latencies)),
-                _value(_ms(x.ttft.p95 for x in latencies)),
-                _value(_ms(x.itl.p50 for x in latencies)),
-                _value(_ms(x.itl.p99 for x in latencies)),
-                _value(_ms(x.tpot.p50 for x in latencies)),
-                _value(_ms(x.e2e.p50 for x in latencies)),
+                _median(g.attainment * 100 for g in found if g.attainment is not None),
+                _median_ms(x.ttft.p50 for x in latencies),
+                _median_ms(x.ttft.p95 for x in latencies),
+                _median_ms(x.itl.p50 for x in latencies),
+                _median_ms(x.itl.p99 for x in latencies),
+                _median_ms(x.tpot.p50 for x in latencies),
+                _median_ms(x.e2e.p50 for x in latencies),
             )
 
 
-def _ms(values: Iterator[float | None]) -> Spread | None:
-    return spread(None if value is None else value * 1e3 for value in values)
+def _median_ms(values: Iterator[float | None]) -> str:
+    return _median(value * 1e3 for value in values if value is not None)
+
+
+def _median(values: Iterator[float]) -> str:
+    found = spread(values)
+    return "–" if found is None else format_number(found.median)
 
 
 def _error_rows(data: ReportData) -> Iterator[Html]:
