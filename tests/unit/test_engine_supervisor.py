@@ -120,7 +120,13 @@ class Answers:
 
 
 class Setup:
-    def __init__(self, directory: Path, scenario: str = "serves", **settings: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        scenario: str = "serves",
+        has_siblings: bool = False,
+        **settings: Any,
+    ) -> None:
         self.directory = directory
         self.clock = Clock()
         self.metrics = MetricsBuffer()
@@ -129,6 +135,7 @@ class Setup:
             self.metrics,
             command=fake_engine(directory),
             clock=self.clock,
+            has_siblings=has_siblings,
         )
 
     def submit(self, spec: bytes, answer: Any = None, handle: bytes = b"") -> Answers:
@@ -331,6 +338,18 @@ def test_what_waits_for_an_engine_that_does_not_come_up_is_answered(tmp_path: Pa
     setup.kill_engine(after_s=100)
     assert "exited with 4, again" in setup.ask(b"x").message
     assert setup.num_starts == 2
+    setup.supervisor.stop()
+
+
+def test_calls_go_to_the_siblings_of_an_engine_that_restarts(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, has_siblings=True)
+    setup.supervisor.start()
+    setup.supervisor.wait_for_room()
+    setup.kill_engine(after_s=100)
+    refused = setup.ask(b"x")
+    assert refused.error == "EngineDied" and "decode_0_0 is being restarted" in refused.message
+    setup.supervisor.wait_for_room()  # takes no batch before the next engine is there
+    assert setup.ask(b"y").result == b"y"
     setup.supervisor.stop()
 
 

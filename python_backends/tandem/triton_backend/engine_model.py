@@ -47,7 +47,9 @@ class TritonPythonModel:
             cores=_cores(settings, worker),
             channel=f"ipc://{deployment.runtime_dir}/engine-{worker}",
         )
-        self._supervisor = EngineSupervisor(config, metrics)
+        self._supervisor = EngineSupervisor(
+            config, metrics, has_siblings=_num_instances(model_config) > 1
+        )
         self._supervisor.start()
 
     def execute(self, requests: list[Any]) -> list[None]:
@@ -107,6 +109,11 @@ def _device(settings: EngineSettings, args: dict[str, str]) -> str:
     if args["model_instance_kind"] != "GPU":
         raise ConfigError("device = cuda: the instance_group must be KIND_GPU")
     return f"cuda:{args['model_instance_device_id']}"
+
+
+def _num_instances(model_config: dict[str, Any]) -> int:
+    groups = model_config["instance_group"]
+    return sum(group["count"] * max(1, len(group.get("gpus", []))) for group in groups)
 
 
 def _cores(settings: EngineSettings, worker: str) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from tandem.triton_backend.stats_publisher import StatsPublisher
 ENGINE_COMMAND = (sys.executable, "-m", "tandem.engine")
 _MAX_BACKOFF_S = 30.0
 _STABLE_S = 60.0  # an engine that lived shorter counts as a failed start
+_HOLD_S = 5.0  # for which an instance without an engine takes no batch; delays a shutdown
 _log = logging.getLogger(__name__)
 Answer = Callable[[wire.Reply], None]
 
@@ -49,11 +50,13 @@ class EngineSupervisor:
         metrics: MetricsBuffer,
         command: Sequence[str] = ENGINE_COMMAND,
         clock: Callable[[], float] = time.monotonic,
+        has_siblings: bool = False,  # other instances of the model, which can take its calls
     ) -> None:
         self._config = config
         self._metrics = metrics
         self._command = command
         self._clock = clock
+        self._has_siblings = has_siblings
         self._room = threading.Semaphore(config.settings.max_num_seqs)
         self._calls: dict[int, _Call] = {}
         self._waiting: list[tuple[bytes, bytes, Answer]] = []  # for the engine to be up
@@ -81,18 +84,23 @@ class EngineSupervisor:
 
     def submit(self, spec: bytes, handle: bytes, answer: Answer) -> None:
         """Passes a sequence to the engine as soon as it has room; ``answer`` is called once, from
-        another thread. While the engine is being restarted this waits for it.
+        another thread. While the engine is being restarted this waits for it, unless siblings
+        can take the call: then it is refused.
         """
         self._room.acquire()
         try:
             self._loop.call_soon_threadsafe(self._submit, spec, handle, answer)
         except RuntimeError:  # the loop is closed: stopped before
-            self._refuse(answer)
+            self._refuse(answer, "the server is shutting down")
 
     def wait_for_room(self) -> None:
-        """So that Triton's queue is the queue: the next batch is asked for when it can be used."""
+        """So that Triton's queue is the queue: the next batch is asked for when it can be used.
+        Without an engine it goes to a sibling.
+        """
         self._room.acquire()
         self._room.release()
+        if self._has_siblings and not self._stopping.is_set():
+            self._up.wait(_HOLD_S)
 
     def stop(self) -> None:
         """Ends the engine; whatever has no answer yet gets one."""
@@ -220,18 +228,20 @@ class EngineSupervisor:
 
     def _submit(self, spec: bytes, handle: bytes, answer: Answer) -> None:
         if self._stopping.is_set():
-            self._refuse(answer)
-        elif not self._up.is_set() or self._socket is None:
-            self._waiting.append((spec, handle, answer))
-        else:
+            self._refuse(answer, "the server is shutting down")
+        elif self._up.is_set() and self._socket is not None:
             self._next_call_id += 1
             self._calls[self._next_call_id] = _Call(answer)
             submit = wire.Submit(call_id=self._next_call_id, spec=spec, handle=handle)
             self._socket.send(wire.encode(submit))
+        elif self._has_siblings:
+            self._refuse(answer, f"engine {self._config.worker} is being restarted")
+        else:
+            self._waiting.append((spec, handle, answer))
 
-    def _refuse(self, answer: Answer) -> None:
+    def _refuse(self, answer: Answer, reason: str) -> None:
         self._room.release()
-        _give(answer, _error_reply(0, EngineDied("the server is shutting down")))
+        _give(answer, _error_reply(0, EngineDied(reason)))
 
     def _answer(self, reply: wire.Reply) -> None:
         call = self._calls.get(reply.call_id)
