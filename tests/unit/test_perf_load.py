@@ -72,21 +72,26 @@ async def test_open_loop_shows_the_queueing_that_closed_loop_hides() -> None:
         open_ = await Sender(server).open(sessions(24), rate=100.0)
     closed_ttft, open_ttft = closed.overall.latencies.ttft, open_.overall.latencies.ttft
     assert closed.overall.completed == open_.overall.completed == 24
-    assert closed_ttft.p99 is not None and open_ttft.p99 is not None
-    assert closed_ttft.p50 is not None and open_ttft.p50 is not None
-    # Request k is due at 10·k ms and served until 20·(k + 1) ms: it waits 10·k ms.
-    assert closed_ttft.p50 < 2 * SERVICE_S
-    assert open_ttft.p50 > SERVICE_S + 0.8 * 0.010 * 11.5
-    assert open_ttft.p99 > SERVICE_S + 0.8 * 0.010 * 23
-    assert open_ttft.p99 > 3 * closed_ttft.p99
+    assert closed_ttft.p50 is not None
+    assert open_ttft.p50 is not None and open_ttft.p99 is not None
+    # Request k is due at 10·k ms and served until 20·(k + 1) ms: it waits 10·k ms, or longer on
+    # a busy machine.
+    assert open_ttft.p50 > SERVICE_S + 0.010 * 11.5 - 0.01
+    assert open_ttft.p99 > SERVICE_S + 0.010 * 22.8 - 0.01
+    assert open_ttft.p50 > 2 * closed_ttft.p50
 
 
 async def test_open_loop_is_not_slowed_by_a_slow_server() -> None:
-    async with FakeOpenAI(first_s=0.3).serve() as server:
+    """The server answers nobody before all thirty requests are there."""
+    server = FakeOpenAI(gate=asyncio.Event())
+    assert server.gate is not None
+    async with server.serve():
         sender = Sender(server)
-        result = await sender.open(sessions(30), rate=300.0)
-    assert server.most_streams == 30  # all were sent before the first one had an answer
-    assert result.send_lag.max is not None and result.send_lag.max < 0.15
+        running = asyncio.create_task(sender.open(sessions(30), rate=300.0))
+        await _until(lambda: server.num_streams == 30)
+        server.gate.set()
+        result = await running
+    assert result.overall.completed == 30
     scheduled = sorted(record.scheduled_s for record in sender.records)
     assert scheduled == pytest.approx([number / 300 for number in range(30)])
 
@@ -112,7 +117,7 @@ async def test_known_delays_are_measured() -> None:
     ]
     for measured, true in measured_and_true:  # never less; more on a busy machine
         assert measured is not None
-        assert true - 0.003 < measured < true + 0.1
+        assert true - 0.003 < measured < true + 1.0
     record = sender.records[0]
     assert record.output_tokens == len(record.token_times_s) == 5
     assert record.prompt_tokens == 2
@@ -135,13 +140,13 @@ async def test_errors_and_hangs_are_recorded_beside_what_works() -> None:
     mixed = [*sessions(4), *sessions(3, 901), *sessions(2, 902), *sessions(1, 903, max_tokens=2)]
     faults = {901: "refuse", 902: "hang", 903: "error"}
     async with FakeOpenAI(faults=faults).serve() as server:
-        sender = Sender(server, timeout_s=0.2)
+        sender = Sender(server, timeout_s=1.0)
         result = await sender.open(mixed, rate=1000.0)
         await _until(lambda: server.left_early == 2)  # its connection is closed at the deadline
     assert (result.overall.completed, result.overall.failed) == (4, 6)
     assert result.errors == {
         "error: HTTP 503: overloaded": 3,
-        "timeout: no final response within 0.2 s": 2,
+        "timeout: no final response within 1 s": 2,
         "error: engine died": 1,
     }
     assert result.overall.latencies.e2e.count == 4
@@ -158,9 +163,14 @@ async def test_a_target_that_is_gone_fails_every_request() -> None:
 
 
 async def test_too_many_in_flight_is_an_error_not_a_delay() -> None:
-    async with FakeOpenAI(first_s=0.1).serve() as server:
+    server = FakeOpenAI(gate=asyncio.Event())
+    assert server.gate is not None
+    async with server.serve():
         sender = Sender(server, max_in_flight=2)
-        result = await sender.open(sessions(5), rate=1000.0)
+        running = asyncio.create_task(sender.open(sessions(5), rate=1000.0))
+        await _until(lambda: sender.load.counts.failed == 3)
+        server.gate.set()
+        result = await running
     assert server.most_streams == 2
     assert result.overall.completed == 2
     assert result.errors == {"error: not sent: 2 requests were in flight": 3}
@@ -234,9 +244,10 @@ async def test_goodput_counts_from_the_schedule() -> None:
     async with FakeOpenAI(first_s=SERVICE_S, one_at_a_time=True).serve() as server:
         sender = Sender(server)
         await sender.open(sessions(20), rate=100.0)
-    slo = parse_slo("ttft=0.1")  # the wait grows by 10 ms a request: about the first 8 meet it
-    overall = statistics_of(sender.records, slo).overall
-    assert 2 <= overall.met_slo <= 10
+    # The wait grows by 10 ms a request: those from the ninth on cannot meet it.
+    overall = statistics_of(sender.records, parse_slo("ttft=0.1")).overall
+    assert overall.completed == 20
+    assert overall.met_slo <= 9
 
 
 async def _until(is_true: Callable[[], bool]) -> None:

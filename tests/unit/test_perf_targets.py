@@ -30,7 +30,8 @@ REQUEST = BenchRequest(
 class FakeOpenAI:
     """Streams ``max_tokens`` tokens of each request: the first after ``first_s``, the others
     ``gap_s`` apart. ``one_at_a_time``: a request waits until the earlier one has its answer.
-    ``faults``: what to do instead, by the first token id of the prompt.
+    ``gate``: no answer before it is set. ``faults``: what to do instead, by the first token id
+    of the prompt.
     """
 
     first_s: float = 0.0
@@ -39,6 +40,7 @@ class FakeOpenAI:
     one_at_a_time: bool = False
     has_usage: bool = True
     models: tuple[str, ...] = ("tiny",)
+    gate: asyncio.Event | None = None
     faults: dict[int, str] = field(default_factory=dict)
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -104,6 +106,8 @@ class FakeOpenAI:
     async def _stream(
         self, body: dict[str, Any], num_prompt: int, fault: str, writer: asyncio.StreamWriter
     ) -> None:
+        if self.gate is not None:
+            await self.gate.wait()
         await asyncio.sleep(self.first_s)
         wanted, sent = body["max_tokens"], 0
         while sent < wanted:
