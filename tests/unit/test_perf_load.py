@@ -20,6 +20,7 @@ from tandem_perf.targets.openai import OpenAITarget
 from test_perf_targets import FakeOpenAI
 
 SERVICE_S = 0.02
+PATIENCE_S = 30.0  # only a failing test waits this long; a busy machine may stall for seconds
 
 
 def sessions(count: int, first_id: int = 0, max_tokens: int = 1) -> list[Session]:
@@ -41,7 +42,7 @@ def sessions(count: int, first_id: int = 0, max_tokens: int = 1) -> list[Session
 class Sender:
     """A load against a FakeOpenAI, and its records."""
 
-    def __init__(self, server: FakeOpenAI, timeout_s: float = 5.0, **options: float) -> None:
+    def __init__(self, server: FakeOpenAI, timeout_s: float = PATIENCE_S, **options: float) -> None:
         self.records: list[RequestRecord] = []
         self.target = OpenAITarget(TargetOptions(url=server.url, model="m"))
         load_options = LoadOptions(
@@ -140,13 +141,13 @@ async def test_errors_and_hangs_are_recorded_beside_what_works() -> None:
     mixed = [*sessions(4), *sessions(3, 901), *sessions(2, 902), *sessions(1, 903, max_tokens=2)]
     faults = {901: "refuse", 902: "hang", 903: "error"}
     async with FakeOpenAI(faults=faults).serve() as server:
-        sender = Sender(server, timeout_s=1.0)
+        sender = Sender(server, timeout_s=2.0)
         result = await sender.open(mixed, rate=1000.0)
         await _until(lambda: server.left_early == 2)  # its connection is closed at the deadline
     assert (result.overall.completed, result.overall.failed) == (4, 6)
     assert result.errors == {
         "error: HTTP 503: overloaded": 3,
-        "timeout: no final response within 1 s": 2,
+        "timeout: no final response within 2 s": 2,
         "error: engine died": 1,
     }
     assert result.overall.latencies.e2e.count == 4
@@ -184,7 +185,7 @@ async def test_stop_keeps_a_record_of_everything_in_flight() -> None:
         running = asyncio.create_task(sender.open(sessions(6, max_tokens=10_000), rate=1000.0))
         await _until(lambda: sender.load.counts.tokens >= 12)
         sender.load.stop()
-        result = await asyncio.wait_for(running, 2)
+        result = await asyncio.wait_for(running, PATIENCE_S)
     assert sender.load.was_stopped
     assert {record.outcome for record in sender.records} == {Outcome.CANCELLED}
     assert result.overall.cancelled == 6
@@ -194,12 +195,12 @@ async def test_stop_keeps_a_record_of_everything_in_flight() -> None:
 
 
 async def test_stop_ends_a_closed_loop() -> None:
-    async with FakeOpenAI(first_s=30.0).serve() as server:
+    async with FakeOpenAI(first_s=2 * PATIENCE_S).serve() as server:
         sender = Sender(server)
         running = asyncio.create_task(sender.closed(sessions(10), concurrency=2))
         await _until(lambda: server.num_streams == 2)
         sender.load.stop()
-        result = await asyncio.wait_for(running, 2)
+        result = await asyncio.wait_for(running, PATIENCE_S)
     assert result.overall.requests == result.overall.cancelled == 2
 
 
@@ -251,6 +252,6 @@ async def test_goodput_counts_from_the_schedule() -> None:
 
 
 async def _until(is_true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not is_true():
             await asyncio.sleep(0.005)

@@ -21,6 +21,7 @@ from tandem_perf.targets.registry import open_target, target_for
 from tandem_perf.targets.server_sent_events import EventSplitter
 from test_client_servers import SERVERS, Abort, Cut, Error, FakeTriton, Step, final, token
 
+PATIENCE_S = 30.0  # only a failing test waits this long
 REQUEST = BenchRequest(
     request_id="0", length_class="short", max_tokens=3, input_ids=array("i", [5, 6, 7])
 )
@@ -145,7 +146,7 @@ async def send(target: Target, request: BenchRequest = REQUEST) -> tuple[list[in
     """The tokens of each chunk, and the answer."""
     chunks: list[int] = []
     try:
-        return chunks, await asyncio.wait_for(target.send(request, chunks.append), 5)
+        return chunks, await asyncio.wait_for(target.send(request, chunks.append), PATIENCE_S)
     finally:
         await target.aclose()
 
@@ -222,7 +223,7 @@ async def test_a_connection_is_used_again_and_replaced_when_the_server_closed_it
             request_id="1", length_class="short", max_tokens=1, input_ids=array("i", [9])
         )
         for request in (REQUEST, REQUEST, dropped, REQUEST):
-            answer = await asyncio.wait_for(target.send(request, lambda num_tokens: None), 5)
+            answer = await asyncio.wait_for(target.send(request, lambda num_tokens: None), PATIENCE_S)
             assert answer.output_tokens == request.max_tokens
         assert server.num_connections == 2
         await target.aclose()
