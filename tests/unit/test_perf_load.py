@@ -169,7 +169,7 @@ async def test_too_many_in_flight_is_an_error_not_a_delay() -> None:
     async with server.serve():
         sender = Sender(server, max_in_flight=2)
         running = asyncio.create_task(sender.open(sessions(5), rate=1000.0))
-        await _until(lambda: sender.load.counts.failed == 3)
+        await _until(lambda: sender.load.counts.failed == 3 and server.num_streams == 2)
         server.gate.set()
         result = await running
     assert server.most_streams == 2

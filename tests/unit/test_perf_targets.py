@@ -223,7 +223,8 @@ async def test_a_connection_is_used_again_and_replaced_when_the_server_closed_it
             request_id="1", length_class="short", max_tokens=1, input_ids=array("i", [9])
         )
         for request in (REQUEST, REQUEST, dropped, REQUEST):
-            answer = await asyncio.wait_for(target.send(request, lambda num_tokens: None), PATIENCE_S)
+            async with asyncio.timeout(PATIENCE_S):
+                answer = await target.send(request, lambda num_tokens: None)
             assert answer.output_tokens == request.max_tokens
         assert server.num_connections == 2
         await target.aclose()
