@@ -6,6 +6,7 @@ Every model is served under every policy; what transformers computed is shared b
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from oracle import Oracle, random_prompt
 from running_server import held_blocks, serve, wait_until
+from tandem_cli.repository import DEFAULT_REPOSITORY
 from tandem_cli.server import TandemServer
 from tandem_client import AsyncTandemClient, Completion, TandemClient
 
@@ -118,11 +120,22 @@ def oracle_of(
     return get
 
 
+@pytest.fixture(scope="module")
+def three_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model repository without the ensemble: servers start faster."""
+    repository = tmp_path_factory.mktemp("models")
+    for model in ("llm", "prefill", "decode"):
+        shutil.copytree(DEFAULT_REPOSITORY / model, repository / model)
+    return repository
+
+
 @pytest.fixture(
     scope="module", params=[(m, p) for m in ("smollm2", *FAMILIES) for p in POLICIES], ids="-".join
 )
 def served(
-    request: pytest.FixtureRequest, oracle_of: Callable[[str], tuple[Path, Oracle]]
+    request: pytest.FixtureRequest,
+    oracle_of: Callable[[str], tuple[Path, Oracle]],
+    three_models: Path,
 ) -> Iterator[Served]:
     name, policy = request.param
     size = SMOLLM2 if name == "smollm2" else TINY
@@ -136,7 +149,7 @@ def served(
         f"max_num_seqs={min(size.chunk, 64)}",
         f"remote_prefill_min_tokens={REMOTE_FROM}",
     )
-    with serve(directory, policy, settings) as server:
+    with serve(directory, policy, settings, model_repository=three_models) as server:
         yield Served(name, policy, size, server, oracle)
         wait_until(lambda: held_blocks(server) == 0)
 
