@@ -230,8 +230,6 @@ def sampled_before() -> dict[str, tuple[int, ...]]:
 def test_seeded_sampling_depends_on_neither_batch_nor_path(
     served: Served, sampled_before: dict[str, tuple[int, ...]]
 ) -> None:
-    if served.name not in ("smollm2", "llama"):
-        pytest.skip("one tiny model is enough")
     request = {"input_ids": served.prompt(40, seed=5), "max_tokens": 16, **SEEDED}
     alone = served.ask(request["input_ids"], max_tokens=16, **SEEDED)
     others = [
