@@ -162,8 +162,9 @@ def test_noise_is_said() -> None:
     assert list(noise_warnings(quiet, quiet, [figure()])) == []
     (warning,) = noise_warnings(quiet, loud, [figure()])
     assert "2.0 before and 7.0 after on 2 cores" in warning
-    (warning,) = noise_warnings(quiet, quiet, [figure(busy=0.5)])
-    assert "p, w: had a core 50% of the time" in warning
+    figures = [figure(), figure(busy=0.5), figure(busy=0.7)]
+    (warning,) = noise_warnings(quiet, quiet, figures)
+    assert "p: had a core only 50% of the time" in warning
 
 
 # ---- each benchmark, tiny --------------------------------------------------------------------

@@ -50,9 +50,10 @@ def noise_warnings(
             f"noisy machine: load average {before.load_average[0]:.1f} before and "
             f"{after.load_average[0]:.1f} after on {before.cores} cores; trust the CPU time"
         )
-    for figure in figures:
-        if figure.busy < _BUSY:
-            yield f"{figure.part}, {figure.what}: had a core {figure.busy:.0%} of the time"
+    for part in dict.fromkeys(figure.part for figure in figures):
+        least = min(figure.busy for figure in figures if figure.part == part)
+        if least < _BUSY:
+            yield f"{part}: had a core only {least:.0%} of the time in at least one measurement"
 
 
 def _cells(figure: Figure, spread: Spread) -> tuple[str, str]:
