@@ -12,6 +12,7 @@ locust's own table, charts and CSV have their percentiles.
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ from locust import User, constant, events, task
 from tandem_client import TandemClient, TandemClientError
 
 grpc.experimental.gevent.init_gevent()  # or else one call blocks all users
+logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
 
 PROMPTS = (Path(__file__).parent / "prompts.txt").read_text().splitlines()
 
