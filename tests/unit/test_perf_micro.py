@@ -255,3 +255,9 @@ def test_only_the_engine_needs_torch() -> None:
 def test_an_unknown_part_is_refused() -> None:
     result = CliRunner().invoke(app, ["gpu"])
     assert result.exit_code == 2 and "'gpu'" in result.output
+
+
+def test_a_model_that_is_not_there_is_an_error_of_one_line(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["orchestrator", "--model", str(tmp_path / "none")])
+    assert result.exit_code == 1
+    assert "error:" in result.output and "Traceback" not in result.output
