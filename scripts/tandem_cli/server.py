@@ -24,6 +24,9 @@ from tandem_cli.triton import TritonInstallation, fetch_triton, triton_installat
 # What clients of a public endpoint must not do: load models, map memory, write traces, set logs.
 ADMIN_APIS = "model-repository,shared-memory,trace,logging"
 ADMIN_HEADER = "tandem-admin-key"
+# On a busy machine a Python stub sometimes crashes before it runs any of our code, and the server
+# ends with this exception: a fault of Triton (triton-inference-server/server issue 8882).
+STUB_START_CRASH = "boost::interprocess::lock_exception"
 STOP_GRACE_S = 40.0  # tritonserver itself gives up after 30
 
 
@@ -97,15 +100,26 @@ class TandemServer:
     def wait_ready(
         self, timeout_s: float = 900.0, on_wait: Callable[[float], None] | None = None
     ) -> None:
-        """Returns once all models serve; ``on_wait`` hears the seconds that have passed."""
-        process, started = self._running(), time.monotonic()
+        """Returns once all models serve; ``on_wait`` hears the seconds that have passed.
+
+        Starts the server once more where it ended by ``STUB_START_CRASH``.
+        """
+        started, may_restart = time.monotonic(), True
         while not _is_ready(self._client_host, self.ports.http):
             elapsed = time.monotonic() - started
+            process = self._running()
             if process.wait(0.2) is not None:
                 process.close()
-                lines = "\n  ".join(process.error_lines())
+                lines = process.error_lines()
+                if may_restart and any(STUB_START_CRASH in line for line in lines):
+                    may_restart = False
+                    self._log("a stub of Triton crashed at its start; starting the server again")
+                    self.stop()
+                    self.start()
+                    continue
+                shown = "\n  ".join(lines)
                 raise CliError(f"tritonserver ended with status {process.poll()} before it was "
-                               f"ready:\n  {lines}")
+                               f"ready:\n  {shown}")
             if elapsed > timeout_s:
                 raise CliError(f"tritonserver was not ready after {timeout_s:.0f} s")
             if on_wait:

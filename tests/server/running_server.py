@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 
-from tandem_cli.errors import CliError
 from tandem_cli.runtime_dir import SHM
 from tandem_cli.server import TandemServer
 from tandem_cli.server_process import session_members
@@ -30,27 +29,12 @@ def serve(
     """
     defaults = {"http_port": 0, "grpc_port": 0, "metrics_port": 0, "log_level": "warning"}
     options = defaults | options | {"policy": policy, "settings": tuple(settings)}
-    server = _start(str(model), options)
-    pid, runtime_dir = server.pid, server.runtime_dir
-    try:
+    with TandemServer(model=str(model), **options) as server:
+        pid, runtime_dir = server.pid, server.runtime_dir
         yield server
-    finally:
-        server.stop()
     assert session_members(pid) == []
     assert not runtime_dir.path.exists()
     assert list(SHM.glob(f"{runtime_dir.shm_prefix}*")) == []
-
-
-def _start(model: str, options: dict[str, Any]) -> TandemServer:
-    """Tries twice: on a busy machine a stub of Triton sometimes crashes before it runs any of our
-    code, and the server then ends with this exception (triton-inference-server/server #8882).
-    """
-    try:
-        return TandemServer(model=model, **options).__enter__()
-    except CliError as error:
-        if "boost::interprocess::lock_exception" not in str(error):
-            raise
-        return TandemServer(model=model, **options).__enter__()
 
 
 def metric(server: TandemServer, name: str, **labels: str) -> float:
