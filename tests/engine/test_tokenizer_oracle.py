@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 from jinja2 import TemplateError
+from transformers import AutoTokenizer
+
 from tandem.errors import InvalidRequest
 from tandem.orchestrator.detokenizer import IncrementalDetokenizer
 from tandem.orchestrator.tokenizer import Tokenizer
 from tiny_tokenizers import write_byte_level, write_sentencepiece_style
-from transformers import AutoTokenizer
 
 CACHE = Path(os.environ.get("TANDEM_CACHE") or Path.home() / ".cache" / "tandem")
 SMOLLM2 = CACHE / "models" / "SmolLM2-135M-Instruct"

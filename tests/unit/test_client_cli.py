@@ -8,12 +8,13 @@ import sys
 
 import pytest
 import typer
+from typer.testing import CliRunner, Result
+
 from tandem_client import Completion, TandemClient, Timings
 from tandem_client.chat_session import ChatSession
 from tandem_client.cli import chat, generate
 from tandem_client.summary import summary_line
 from test_client_servers import Error, FakeTriton, Hang, Step, final, http_server, token
-from typer.testing import CliRunner, Result
 
 app = typer.Typer()
 app.command()(generate)

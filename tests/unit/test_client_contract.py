@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+
 from tandem_client import (
     AsyncTandemClient,
     Cancelled,

@@ -18,10 +18,11 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
 from tandem_client import GenerateParams, GenerateRequest, InvalidRequest, TandemClient
 from tandem_client.request import build_request
 from tandem_client.transports.grpc_messages import INPUT_TYPES
-from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 TIMINGS = {
     "path": "remote",

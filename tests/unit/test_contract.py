@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tandem.config import OrchestratorSettings
 from tandem.errors import ConfigError, ErrorCode, InvalidRequest
 from tandem.orchestrator.contract import parse_request

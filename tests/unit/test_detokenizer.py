@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tandem.orchestrator.detokenizer import IncrementalDetokenizer
 from tandem.orchestrator.tokenizer import Tokenizer
 from tiny_tokenizers import write_byte_level, write_sentencepiece_style

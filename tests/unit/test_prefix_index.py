@@ -3,6 +3,7 @@ from hashlib import blake2b
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tandem.kv.block_hash import block_hashes
 from tandem.orchestrator.prefix_index import PrefixIndex
 

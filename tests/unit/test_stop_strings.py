@@ -3,6 +3,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tandem.orchestrator.stop_strings import StopStringFilter
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tandem.errors import ConfigError, InvalidRequest
 from tandem.orchestrator.tokenizer import Tokenizer
 from tiny_tokenizers import CHATML, write_byte_level, write_sentencepiece_style
