@@ -94,7 +94,7 @@ class Scheduler:
         for sequence in candidates:
             if budget == 0 and sequence.handle is None:
                 continue
-            if sequence in self.waiting:
+            if sequence.is_waiting:
                 can_admit = can_admit and self._admit(sequence, now_s)
                 if not can_admit:
                     continue

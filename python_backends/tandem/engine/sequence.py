@@ -40,6 +40,10 @@ class Sequence:
         self.token_ids = [*self.spec.prompt_ids, *self.spec.output_ids]
 
     @property
+    def is_waiting(self) -> bool:
+        return self.status is Status.WAITING
+
+    @property
     def num_remaining(self) -> int:
         """Tokens to compute before the next one can be sampled."""
         return len(self.token_ids) - self.num_computed
