@@ -85,7 +85,7 @@ def occupancy(runs: dict[str, Run], duration_s: float) -> Figure | None:
     for axes in grid[:, :2].flat:
         axes.set_ylabel("sequences")
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
     for axes in grid[:, 2]:
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(

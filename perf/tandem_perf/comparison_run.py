@@ -180,8 +180,9 @@ class ComparisonRun:
         latency_s = figures.overall.latencies.e2e.p50
         if summary.interrupted:
             raise KeyboardInterrupt
-        if latency_s is None:
-            raise CliError(f"calibration: {next(iter(figures.errors), 'no request completed')}")
+        if latency_s is None or figures.errors:
+            first = next(iter(figures.errors), "no request completed")
+            raise CliError(f"calibration: {figures.overall.failed} requests failed: {first}")
         calibration = Calibration(
             start_s=start_s, requests_per_s=figures.requests_per_s, latency_s=latency_s
         )

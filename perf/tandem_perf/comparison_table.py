@@ -32,6 +32,8 @@ def print_comparison(result: ComparisonResult, console: Console) -> None:
             cells += [format_spread(row.values[name]), _ratio_cell(row, name)]
         table.add_row(row.metric, row.unit, *cells)
     console.print(table)
+    if warning := result.provenance.busy_warning:
+        console.print(f"[yellow]warning:[/yellow] {warning}", highlight=False)
     for fault in result.faults:
         console.print(f"[red]not measured:[/red] {fault.deployment}, round {fault.round}: ", end="")
         console.print(fault.message, markup=False, highlight=False)

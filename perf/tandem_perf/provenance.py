@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -12,15 +13,29 @@ import msgspec
 _REPOSITORY = Path(__file__).parents[2]
 # Instructions that decide how fast matrices are multiplied on a CPU.
 _FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_tile")
+_QUIET_LOAD = 0.3
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
-    """``commit``: of this project's repository; ends with "+" if files differ from it."""
+    """``commit``: of this project's repository; ends with "+" if files differ from it.
+    ``load_before``: processes that wanted a core in the minute before (load average), per core.
+    """
 
     command: str
     commit: str
     cpu_flags: tuple[str, ...]
     cores_of_servers: str
+    load_before: float
+
+    @property
+    def busy_warning(self) -> str:
+        """Empty if the machine was quiet enough."""
+        if self.load_before < _QUIET_LOAD:
+            return ""
+        return (
+            "This machine was busy with something else (load average "
+            f"{self.load_before:.1f} a core before the first run): do not trust the figures."
+        )
 
 
 def this_provenance(cores: frozenset[int] | None) -> Provenance:
@@ -31,6 +46,7 @@ def this_provenance(cores: frozenset[int] | None) -> Provenance:
         cores_of_servers="all, shared with the load generator"
         if cores is None
         else ", ".join(map(str, sorted(cores))),
+        load_before=os.getloadavg()[0] / (os.cpu_count() or 1),
     )
 
 

@@ -185,8 +185,9 @@ def _drawn(data: ReportData, figure: Figure, name: str, caption: str) -> Html:
     """Writes the PNG file; the same picture as inline SVG."""
     from tandem_perf import html_parts
 
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # everything has its place now; saving need not look again
     figure.savefig(data.folder / f"{name}.png", dpi=_PNG_DPI)
-    figure.set_layout_engine("none")  # everything has its place now
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
@@ -203,6 +204,8 @@ def _unique_ids(svg: str, name: str) -> str:
 
 def _warnings(data: ReportData) -> Iterator[str]:
     comparison = data.comparison
+    if comparison and comparison.provenance.busy_warning:
+        yield comparison.provenance.busy_warning
     if comparison and comparison.interrupted:
         yield "The comparison was stopped before its end."
     for fault in comparison.faults if comparison else ():

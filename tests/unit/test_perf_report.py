@@ -141,7 +141,7 @@ def write_comparison(
         faults=tuple(faults), interrupted=False, rows=comparison_rows(runs),
         provenance=Provenance(
             command="tandem bench compare", commit="abc123", cpu_flags=("avx2",),
-            cores_of_servers="all",
+            cores_of_servers="all", load_before=3.2,
         ),
     )  # fmt: skip
     write_json(folder / COMPARISON, result)
@@ -202,6 +202,7 @@ def test_figures_of_the_runs_are_in_the_tables(page: str) -> None:
     for fact in ("Test CPU", "abc123", "0123456789abcdef", "torch 2.13.0", "avx2", "ttft ≤ 2 s"):
         assert fact in page
     assert "broken, round 1, was not measured" in page
+    assert "This machine was busy with something else (load average 3.2 a core" in page
 
 
 def test_a_single_run_has_a_report_too(tmp_path: Path) -> None:
