@@ -14,6 +14,8 @@ def processes(server: TandemServer) -> dict[str, psutil.Process]:
     root = psutil.Process(server.pid)
     found = {"tritonserver": root}
     for stub in root.children():
+        if stub.status() == psutil.STATUS_ZOMBIE:
+            continue
         name = _instance(stub)
         found[name] = stub
         found |= {f"engine {name}": child for child in stub.children()}

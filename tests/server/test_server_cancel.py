@@ -119,6 +119,10 @@ async def free_within(server: TandemServer, is_free: Callable[[], bool]) -> None
     await asyncio.to_thread(wait_until, is_free, FREE_WITHIN_S + METRIC_DELAY_S)
 
 
+async def until_live(server: TandemServer, count: int) -> None:
+    await asyncio.to_thread(wait_until, lambda: metric(server, "tandem_requests_live") == count)
+
+
 def is_idle(server: TandemServer) -> bool:
     names = ("tandem_requests_live", "tandem_running", "tandem_waiting", "tandem_kv_leases")
     return held_blocks(server) == 0 and not any(metric(server, name) for name in names)
@@ -132,6 +136,8 @@ async def assert_serves(server: TandemServer) -> None:
     async with client_of(server, "grpc") as client:
         answer = await client.generate(messages=CAPITAL, max_tokens=20, temperature=0)
     assert answer.text == "The capital of France is Paris."
+    await asyncio.sleep(METRIC_DELAY_S)  # or the next test takes this request for its own
+    assert is_idle(server)
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
@@ -206,6 +212,27 @@ async def test_a_closed_http_connection_without_a_stream_is_served_to_its_end(
         await reach(server, STATES["decoding"], task)
         await leave(task)
     await asyncio.to_thread(wait_until, is_done, 20)
+    await free_within(server, lambda: is_idle(server))
+    await assert_serves(server)
+
+
+async def test_cancelled_calls_in_the_queue_of_decode_leave_prefill_its_threads(
+    server: TandemServer, prompts: Callable[[int], tuple[int, ...]]
+) -> None:
+    """The calls themselves stay in Triton's queue, each with a thread, until decode has room."""
+    async with client_of(server, "grpc") as client:
+        occupant = send(client, prompts(8))
+        await reach(server, STATES["decoding"], occupant)
+        for _ in range(3):
+            queued = [send(client, prompts(8)) for _ in range(12)]
+            await until_live(server, 1 + len(queued))
+            await leave(*queued)
+            await until_live(server, 1)
+        request = GenerateRequest(stream=True, input_ids=prompts(REMOTE_FROM), max_tokens=9)
+        async with asyncio.timeout(15), client.send(request) as stream:
+            await anext(stream)
+            assert not occupant.done(), "the test's premise"
+        await leave(occupant)
     await free_within(server, lambda: is_idle(server))
     await assert_serves(server)
 

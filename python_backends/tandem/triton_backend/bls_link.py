@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,22 @@ _decode_admitted = wire.decoder(Admitted).decode
 
 
 class BLSLink:
-    """Calls wait in a thread of the running loop's default executor, one each."""
+    """Calls wait in a thread of the running loop's default executor, one each, and so many at
+    most for each pool: a full pool must leave the other its threads.
+    """
+
+    def __init__(self, max_calls_per_pool: int) -> None:
+        self._places = {
+            model: asyncio.Semaphore(max_calls_per_pool) for model in ("prefill", "decode")
+        }
 
     async def prefill(self, spec: SequenceSpec) -> tuple[PrefillReply, bytes]:
-        result, handle = await _call("prefill", spec, b"")
+        result, handle = await self._call("prefill", spec, b"")
         return _decode_prefill(result), handle
 
     async def decode(self, spec: SequenceSpec, handle: bytes) -> Admitted:
         try:
-            result, _ = await _call("decode", spec, handle)
+            result, _ = await self._call("decode", spec, handle)
         except InvalidRequest as error:
             if error.field != "handle":
                 raise
@@ -33,8 +41,15 @@ class BLSLink:
             raise Unavailable(f"the KV handle was refused: {error}") from error
         return _decode_admitted(result)
 
+    async def _call(self, model: str, spec: SequenceSpec, handle: bytes) -> tuple[bytes, bytes]:
+        await self._places[model].acquire()
+        # Who waits for it may be cancelled; the thread, and so the place, is taken till its end.
+        call = asyncio.ensure_future(_execute(model, spec, handle))
+        call.add_done_callback(lambda _: self._places[model].release())
+        return await asyncio.shield(call)
 
-async def _call(model: str, spec: SequenceSpec, handle: bytes) -> tuple[bytes, bytes]:
+
+async def _execute(model: str, spec: SequenceSpec, handle: bytes) -> tuple[bytes, bytes]:
     request = pb_utils.InferenceRequest(
         model_name=model,
         requested_output_names=["result", "handle"],

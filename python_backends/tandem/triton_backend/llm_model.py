@@ -56,7 +56,7 @@ class TritonPythonModel:
             vocab_size=model_limits(self._deployment.model).vocab_size,
             tokenizer=Tokenizer(self._deployment.model),
             defaults=load_sampling_defaults(self._deployment.model),
-            link=BLSLink(),
+            link=BLSLink(settings.max_calls_in_flight),
             plane=self._plane,
             metrics=metrics,
         )
