@@ -45,7 +45,13 @@ class BLSLink:
         await self._places[model].acquire()
         # Who waits for it may be cancelled; the thread, and so the place, is taken till its end.
         call = asyncio.ensure_future(_execute(model, spec, handle))
-        call.add_done_callback(lambda _: self._places[model].release())
+
+        def give_back(call: asyncio.Future[tuple[bytes, bytes]]) -> None:
+            self._places[model].release()
+            if not call.cancelled():
+                call.exception()  # or asyncio reports one that nobody waited for
+
+        call.add_done_callback(give_back)
         return await asyncio.shield(call)
 
 
