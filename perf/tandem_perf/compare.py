@@ -14,7 +14,8 @@ from tandem.types import Policy
 from tandem_cli.errors import CliError
 from tandem_perf.arrivals import Arrivals, ClosedLoop
 from tandem_perf.bench_arguments import arrivals_from, slo_from, token_range_from
-from tandem_perf.comparison_run import COMPARISON, ComparisonPlan, ComparisonResult, ComparisonRun
+from tandem_perf.comparison_result import COMPARISON, ComparisonResult
+from tandem_perf.comparison_run import ComparisonPlan, ComparisonRun
 from tandem_perf.comparison_table import print_comparison
 from tandem_perf.deployments import BUILT_IN, COLOCATED, DISAGGREGATED, Deployment, built_in
 from tandem_perf.external_server import read_deployments

@@ -3,51 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
-import msgspec
 from rich.console import Console
 
 from tandem_cli.errors import CliError
 from tandem_perf.arrivals import ClosedLoop, PoissonArrivals, describe
 from tandem_perf.calibration import Budget, Calibration, num_requests_for, rate_for
-from tandem_perf.comparison import Row, comparison_rows
+from tandem_perf.comparison import comparison_rows
+from tandem_perf.comparison_result import ComparisonResult, Fault
+from tandem_perf.comparison_table import run_line
 from tandem_perf.deployments import Deployment, Endpoint, on_cores
 from tandem_perf.provenance import Provenance
 from tandem_perf.run import run_load
 from tandem_perf.run_config import RunConfig
 from tandem_perf.summary import Summary
 
-COMPARISON, RUNS = "comparison.json", "runs"
+RUNS = "runs"
 _CALIBRATION_REQUESTS, _CALIBRATION_CONCURRENCY = 10, 8
 _CALIBRATION_SEED_OFFSET = 2_000_003  # prompts that no measured run has
 _MIN_SWEEP_REQUESTS = 10
-
-
-class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that did not happen, or whose figures must not be trusted."""
-
-    deployment: str
-    round: int
-    message: str
-
-
-class ComparisonResult(msgspec.Struct, frozen=True, kw_only=True):
-    """``comparison.json``. ``facts`` by deployment. ``runs/<deployment>/round-<n>`` has the raw
-    records of each run, ``rate-<r>`` those of a sweep.
-    """
-
-    deployments: tuple[str, ...]
-    rounds: int
-    facts: dict[str, dict[str, str]]
-    faults: tuple[Fault, ...]
-    interrupted: bool
-    rows: tuple[Row, ...]
-    provenance: Provenance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +71,8 @@ class ComparisonRun:
         self._was_stopped = False
 
     def run(self, provenance: Provenance) -> ComparisonResult:
-        """Ctrl-C ends it; what was measured until then is in the result."""
+        """Ctrl-C or SIGTERM ends it; what was measured until then is in the result."""
+        _interrupt_on_sigterm()
         with contextlib.suppress(KeyboardInterrupt):
             for number in range(1, self._plan.rounds + 1):
                 for deployment in self._plan.deployments:
@@ -135,7 +117,7 @@ class ComparisonRun:
             self._fault(deployment.name, number, str(error) or type(error).__name__)
 
     def _measure(self, name: str, number: int, endpoint: Endpoint, out: Path) -> None:
-        summary = run_load(_for_endpoint(self._load, name, endpoint, out), self._console)
+        summary = self._send(self._load, name, endpoint, out)
         self._was_stopped = summary.interrupted
         if summary.interrupted:
             self._fault(name, number, "stopped before its end")
@@ -151,7 +133,12 @@ class ComparisonRun:
             self._fault(name, number, first)
             return
         self._runs[name][number] = summary
-        self._console.print(_line(summary, number, self._plan.rounds), highlight=False)
+        self._console.print(run_line(summary, number, self._plan.rounds), highlight=False)
+
+    def _send(self, load: RunConfig, name: str, endpoint: Endpoint, out: Path) -> Summary:
+        summary = run_load(_for_endpoint(load, name, endpoint, out), self._console)
+        _interrupt_on_sigterm()  # the run's event loop had handlers of its own
+        return summary
 
     def _sweep(self, name: str, endpoint: Endpoint, folder: Path) -> None:
         for rate in self._plan.sweep:
@@ -162,8 +149,8 @@ class ComparisonRun:
                 warm_up=0,
             )
             out = folder / f"rate-{rate:.3f}"
-            summary = run_load(_for_endpoint(load, name, endpoint, out), self._console)
-            self._console.print(_line(summary, 0, 0), highlight=False)
+            summary = self._send(load, name, endpoint, out)
+            self._console.print(run_line(summary, 0, 0), highlight=False)
             if summary.interrupted:
                 self._was_stopped = True
                 return
@@ -175,7 +162,7 @@ class ComparisonRun:
             num_requests=_CALIBRATION_REQUESTS,
             seed=self._load.seed + _CALIBRATION_SEED_OFFSET,
         )
-        summary = run_load(_for_endpoint(short, "calibration", endpoint, out), self._console)
+        summary = self._send(short, "calibration", endpoint, out)
         figures = summary.statistics
         latency_s = figures.overall.latencies.e2e.p50
         if summary.interrupted:
@@ -217,6 +204,12 @@ class ComparisonRun:
         self._console.print(message, markup=False, highlight=False)
 
 
+def _interrupt_on_sigterm() -> None:
+    """Servers must be stopped, not left: SIGTERM becomes what Ctrl-C is."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 def _for_endpoint(load: RunConfig, name: str, endpoint: Endpoint, out: Path) -> RunConfig:
     options = replace(load.target_options, url=endpoint.url, model=endpoint.model)
     return replace(
@@ -227,19 +220,4 @@ def _for_endpoint(load: RunConfig, name: str, endpoint: Endpoint, out: Path) -> 
         out_dir=out,
         metrics_url=endpoint.metrics_url,
         server_pid=endpoint.pid,
-    )
-
-
-def _line(summary: Summary, number: int, rounds: int) -> str:
-    figures = summary.statistics
-    latencies = figures.overall.latencies
-
-    def ms(value: float | None) -> str:
-        return "–" if value is None else f"{value * 1e3:,.0f} ms"
-
-    where = f"round {number}/{rounds}" if rounds else summary.arrivals
-    return (
-        f"{summary.deployment} · {where} · {figures.requests_per_s:.2f} requests/s · "
-        f"TTFT p50 {ms(latencies.ttft.p50)} · ITL p50 {ms(latencies.itl.p50)}, "
-        f"p99 {ms(latencies.itl.p99)} · {figures.overall.failed} failed"
     )

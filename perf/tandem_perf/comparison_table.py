@@ -6,7 +6,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem_perf.comparison import Row, Spread, Verdict
-from tandem_perf.comparison_run import ComparisonResult
+from tandem_perf.comparison_result import ComparisonResult
+from tandem_perf.summary import Summary
 
 _COLORS = {Verdict.BETTER: "green", Verdict.WORSE: "red", Verdict.UNCLEAR: ""}
 _MARKS = {Verdict.BETTER: "▲", Verdict.WORSE: "▼", Verdict.UNCLEAR: " "}
@@ -37,6 +38,22 @@ def print_comparison(result: ComparisonResult, console: Console) -> None:
     for fault in result.faults:
         console.print(f"[red]not measured:[/red] {fault.deployment}, round {fault.round}: ", end="")
         console.print(fault.message, markup=False, highlight=False)
+
+
+def run_line(summary: Summary, number: int, rounds: int) -> str:
+    """One run; ``rounds`` is 0 for one of a sweep."""
+    figures = summary.statistics
+    latencies = figures.overall.latencies
+
+    def ms(value: float | None) -> str:
+        return "–" if value is None else f"{value * 1e3:,.0f} ms"
+
+    where = f"round {number}/{rounds}" if rounds else summary.arrivals
+    return (
+        f"{summary.deployment} · {where} · {figures.requests_per_s:.2f} requests/s · "
+        f"TTFT p50 {ms(latencies.ttft.p50)} · ITL p50 {ms(latencies.itl.p50)}, "
+        f"p99 {ms(latencies.itl.p99)} · {figures.overall.failed} failed"
+    )
 
 
 def _caption(result: ComparisonResult) -> str:

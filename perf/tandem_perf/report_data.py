@@ -11,7 +11,7 @@ import msgspec
 
 from tandem_cli.errors import CliError
 from tandem_perf.comparison import Row, comparison_rows, length_classes
-from tandem_perf.comparison_run import COMPARISON, ComparisonResult, Fault
+from tandem_perf.comparison_result import COMPARISON, ComparisonResult, Fault
 from tandem_perf.records import RequestRecord, read_records
 from tandem_perf.run import RECORDS, SUMMARY, TIMELINE
 from tandem_perf.summary import Summary, read_summary

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import time
@@ -24,7 +25,8 @@ from tandem_perf.arrivals import ClosedLoop, PoissonArrivals
 from tandem_perf.calibration import Budget, Calibration, num_requests_for, rate_for
 from tandem_perf.compare import has_failed, run_comparison
 from tandem_perf.comparison import Spread, Verdict, comparison_rows, spread
-from tandem_perf.comparison_run import COMPARISON, ComparisonPlan, ComparisonResult
+from tandem_perf.comparison_result import COMPARISON, ComparisonResult
+from tandem_perf.comparison_run import ComparisonPlan
 from tandem_perf.deployments import REPLICAS, Endpoint, built_in, on_cores
 from tandem_perf.external_server import ExternalDeployment, HealthyCommand, read_deployments
 from tandem_perf.process_group import Command, ProcessGroup, core_set
@@ -184,6 +186,26 @@ def test_a_deployment_that_fails_is_reported_not_averaged(tmp_path: Path) -> Non
     }  # fmt: skip
     assert all(row.values["bad"] is None and row.values["dead"] is None for row in result.rows)
     assert "no such program" in output
+
+
+def test_sigterm_while_a_server_starts_keeps_what_was_measured(tmp_path: Path) -> None:
+    class Terminated(FakeDeployment):
+        @contextmanager
+        def running(self, log: Path) -> Iterator[Endpoint]:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+            yield Endpoint(target="openai", url="never")
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with serving(FakeOpenAI()) as server:
+            good, late = FakeDeployment("good", server, []), Terminated("late", server, [])
+            result, _ = compare(plan_of(tmp_path, good, late))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert result.interrupted and has_failed(result)
+    assert any(row.values["good"] for row in result.rows)
+    assert not any(row.values["late"] for row in result.rows)
 
 
 def test_a_calibration_chooses_rate_and_requests(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tandem_cli.errors import CliError
 from tandem_perf.comparison import comparison_rows
-from tandem_perf.comparison_run import COMPARISON, ComparisonResult, Fault
+from tandem_perf.comparison_result import COMPARISON, ComparisonResult, Fault
 from tandem_perf.machine import Machine
 from tandem_perf.pool_spans import WAITING, Phase, pool_spans
 from tandem_perf.provenance import Provenance
