@@ -142,6 +142,8 @@ def run_comparison(
             from tandem_perf.report import write_report
 
             console.print(f"report in {write_report(folder)}", highlight=False, soft_wrap=True)
+    if result.interrupted:
+        console.print("[yellow]stopped before its end[/yellow] (Ctrl-C or SIGTERM)")
     console.print(f"raw records in {folder}", highlight=False, soft_wrap=True)
     return result
 

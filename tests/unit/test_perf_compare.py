@@ -200,10 +200,11 @@ def test_sigterm_while_a_server_starts_keeps_what_was_measured(tmp_path: Path) -
     try:
         with serving(FakeOpenAI()) as server:
             good, late = FakeDeployment("good", server, []), Terminated("late", server, [])
-            result, _ = compare(plan_of(tmp_path, good, late))
+            result, output = compare(plan_of(tmp_path, good, late))
     finally:
         signal.signal(signal.SIGTERM, before)
     assert result.interrupted and has_failed(result)
+    assert "stopped before its end" in output
     assert any(row.values["good"] for row in result.rows)
     assert not any(row.values["late"] for row in result.rows)
 
