@@ -92,7 +92,6 @@ class FakeLink:
         self.decode_script: list[BaseException | Hang | Tokens] = []
         self.prefills: list[SequenceSpec] = []
         self.decodes: list[tuple[SequenceSpec, bytes]] = []
-        self.num_in_flight = self.max_in_flight = 0
 
     def token(self, spec: SequenceSpec, position: int) -> TokenEvent:
         is_last = position + 1 == spec.sampling.max_tokens
@@ -105,17 +104,12 @@ class FakeLink:
         )
 
     async def _pass(self, step: object) -> None:
-        self.num_in_flight += 1
-        self.max_in_flight = max(self.max_in_flight, self.num_in_flight)
-        try:
-            if isinstance(step, Hang):
-                step.reached.set()
-                await asyncio.Event().wait()
-            if isinstance(step, BaseException):
-                raise step
-            await asyncio.sleep(0)
-        finally:
-            self.num_in_flight -= 1
+        if isinstance(step, Hang):
+            step.reached.set()
+            await asyncio.Event().wait()
+        if isinstance(step, BaseException):
+            raise step
+        await asyncio.sleep(0)
 
     async def prefill(self, spec: SequenceSpec) -> tuple[PrefillReply, bytes]:
         self.prefills.append(spec)
@@ -382,15 +376,6 @@ async def test_more_than_max_queued_requests_are_refused(make: MakeSetup) -> Non
         await soon(task)
     assert setup.num_live == 0
     assert (await setup.serve()).text == "abcde"
-
-
-async def test_calls_in_flight_are_bounded(make: MakeSetup) -> None:
-    setup = make(max_calls_in_flight=2)
-    responders = [setup.start() for _ in range(10)]
-    for task, responder in responders:
-        await soon(task)
-        assert responder.text == "abcde"
-    assert setup.link.max_in_flight <= 4, "2 of each pool"
 
 
 # ---- failures --------------------------------------------------------------------------------

@@ -34,7 +34,6 @@ from tandem.orchestrator.sampling_defaults import SamplingDefaults
 from tandem.orchestrator.stream_plane import StreamPlane, TokenStream
 from tandem.orchestrator.text_assembler import TextAssembler
 from tandem.orchestrator.tokenizer import Tokenizer
-from tandem.types import Role
 from tandem.wire import Prefilled, SequenceSpec
 
 _PREFIX_INDEX_BLOCKS = 65536
@@ -67,8 +66,6 @@ class Orchestrator:
         self._clock = clock
         self._draw_seed = draw_seed
         self._prefixes = PrefixIndex(settings.block_size, _PREFIX_INDEX_BLOCKS)
-        # Each call in flight holds one of the threads that responses need as well.
-        self._places = {role: asyncio.Semaphore(settings.max_calls_in_flight) for role in Role}
         self._tokenize_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._num_live = 0
 
@@ -162,15 +159,13 @@ class Orchestrator:
         self._metrics.count("tandem_path_total", label_value=path)
         handle = b""
         if path is Path.REMOTE:
-            async with self._places[Role.PREFILL]:
-                reply, handle = await self._link.prefill(self._spec(generation, stream))
+            reply, handle = await self._link.prefill(self._spec(generation, stream))
             self._plane.keep_lease(stream)
             generation.prefilled_remotely(reply)
             generation.take(reply.token)
             if generation.finish_reason is not None:
                 return not handle
-        async with self._places[Role.DECODE]:
-            admitted = await self._link.decode(self._spec(generation, stream), handle)
+        admitted = await self._link.decode(self._spec(generation, stream), handle)
         self._plane.admitted(stream, admitted.worker, admitted.incarnation)
         generation.admitted(admitted)
         self._prefixes.add(generation.prompt_ids)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,9 @@ import triton_python_backend_utils as pb_utils
 
 from tandem import wire
 from tandem.errors import InvalidRequest, Unavailable
+from tandem.orchestrator.call_places import CallPlaces
 from tandem.triton_backend.responses import error_from_response
+from tandem.types import Role
 from tandem.wire import Admitted, PrefillReply, SequenceSpec
 
 _decode_prefill = wire.decoder(PrefillReply).decode
@@ -18,22 +19,18 @@ _decode_admitted = wire.decoder(Admitted).decode
 
 
 class BLSLink:
-    """Calls wait in a thread of the running loop's default executor, one each, and so many at
-    most for each pool: a full pool must leave the other its threads.
-    """
+    """Calls wait in a thread of the running loop's default executor, one each."""
 
-    def __init__(self, max_calls_per_pool: int) -> None:
-        self._places = {
-            model: asyncio.Semaphore(max_calls_per_pool) for model in ("prefill", "decode")
-        }
+    def __init__(self, places: CallPlaces) -> None:
+        self._places = places
 
     async def prefill(self, spec: SequenceSpec) -> tuple[PrefillReply, bytes]:
-        result, handle = await self._call("prefill", spec, b"")
+        result, handle = await self._call(Role.PREFILL, spec, b"")
         return _decode_prefill(result), handle
 
     async def decode(self, spec: SequenceSpec, handle: bytes) -> Admitted:
         try:
-            result, _ = await self._call("decode", spec, handle)
+            result, _ = await self._call(Role.DECODE, spec, handle)
         except InvalidRequest as error:
             if error.field != "handle":
                 raise
@@ -41,21 +38,12 @@ class BLSLink:
             raise Unavailable(f"the KV handle was refused: {error}") from error
         return _decode_admitted(result)
 
-    async def _call(self, model: str, spec: SequenceSpec, handle: bytes) -> tuple[bytes, bytes]:
-        await self._places[model].acquire()
-        # Who waits for it may be cancelled; the thread, and so the place, is taken till its end.
-        call = asyncio.ensure_future(_execute(model, spec, handle))
-
-        def give_back(call: asyncio.Future[tuple[bytes, bytes]]) -> None:
-            self._places[model].release()
-            if not call.cancelled():
-                call.exception()  # or asyncio reports one that nobody waited for
-
-        call.add_done_callback(give_back)
-        return await asyncio.shield(call)
+    async def _call(self, role: Role, spec: SequenceSpec, handle: bytes) -> tuple[bytes, bytes]:
+        return await self._places.run(role, lambda: _execute(role, spec, handle))
 
 
-async def _execute(model: str, spec: SequenceSpec, handle: bytes) -> tuple[bytes, bytes]:
+async def _execute(role: Role, spec: SequenceSpec, handle: bytes) -> tuple[bytes, bytes]:
+    model = role.value  # the models are named after their roles
     request = pb_utils.InferenceRequest(
         model_name=model,
         requested_output_names=["result", "handle"],

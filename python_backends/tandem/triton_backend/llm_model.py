@@ -23,6 +23,7 @@ from tandem.config import (
 from tandem.engine.model_config import model_limits
 from tandem.errors import InvalidRequest, RequestCancelled, TandemError
 from tandem.metrics import ORCHESTRATOR_FAMILIES, MetricsBuffer
+from tandem.orchestrator.call_places import CallPlaces
 from tandem.orchestrator.orchestrator import Orchestrator
 from tandem.orchestrator.responder import Response, Usage
 from tandem.orchestrator.sampling_defaults import load_sampling_defaults
@@ -56,7 +57,7 @@ class TritonPythonModel:
             vocab_size=model_limits(self._deployment.model).vocab_size,
             tokenizer=Tokenizer(self._deployment.model),
             defaults=load_sampling_defaults(self._deployment.model),
-            link=BLSLink(settings.max_calls_in_flight),
+            link=BLSLink(CallPlaces(settings.max_calls_in_flight)),
             plane=self._plane,
             metrics=metrics,
         )
