@@ -123,9 +123,19 @@ async def until_live(server: TandemServer, count: int) -> None:
     await asyncio.to_thread(wait_until, lambda: metric(server, "tandem_requests_live") == count)
 
 
-def is_idle(server: TandemServer) -> bool:
+async def idle_within_a_second(server: TandemServer) -> None:
+    try:
+        await free_within(server, lambda: not busy(server))
+    except AssertionError:
+        raise AssertionError(f"still there: {busy(server)}") from None
+
+
+def busy(server: TandemServer) -> dict[str, float]:
+    """Every gauge of something that a request holds, unless it is zero."""
     names = ("tandem_requests_live", "tandem_running", "tandem_waiting", "tandem_kv_leases")
-    return held_blocks(server) == 0 and not any(metric(server, name) for name in names)
+    found = {name: metric(server, name) for name in names}
+    found["held blocks"] = held_blocks(server)
+    return {name: value for name, value in found.items() if value}
 
 
 def num_cancelled(server: TandemServer) -> float:
@@ -137,7 +147,7 @@ async def assert_serves(server: TandemServer) -> None:
         answer = await client.generate(messages=CAPITAL, max_tokens=20, temperature=0)
     assert answer.text == "The capital of France is Paris."
     await asyncio.sleep(METRIC_DELAY_S)  # or the next test takes this request for its own
-    assert is_idle(server)
+    assert not busy(server)
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
@@ -158,7 +168,7 @@ async def test_a_cancelled_grpc_request_frees_everything_within_a_second(
         if state.is_reached is is_waiting_for_its_pull:
             await free_within(server, lambda: not is_waiting_for_its_pull(server))
         await leave(*ahead)
-        await free_within(server, lambda: is_idle(server))
+        await idle_within_a_second(server)
     assert num_cancelled(server) == num_before + 1 + len(ahead)
     await assert_serves(server)
 
@@ -171,7 +181,7 @@ async def test_a_closed_http_stream_frees_everything_within_a_second(
         task = send(client, prompts(8))
         await reach(server, STATES["decoding"], task)
         await leave(task)
-        await free_within(server, lambda: is_idle(server))
+        await idle_within_a_second(server)
     assert num_cancelled(server) == num_before + 1
     await assert_serves(server)
 
@@ -192,7 +202,7 @@ async def test_triton_notices_a_closed_http_connection_when_it_writes_to_it(
         await asyncio.to_thread(wait_until, lambda: held_blocks(server) > 0)
         await leave(task)
     await asyncio.to_thread(wait_until, has_a_first_token, 30)
-    await free_within(server, lambda: is_idle(server))
+    await idle_within_a_second(server)
     assert num_cancelled(server) == num_before + 1
     await assert_serves(server)
 
@@ -212,7 +222,7 @@ async def test_a_closed_http_connection_without_a_stream_is_served_to_its_end(
         await reach(server, STATES["decoding"], task)
         await leave(task)
     await asyncio.to_thread(wait_until, is_done, 20)
-    await free_within(server, lambda: is_idle(server))
+    await idle_within_a_second(server)
     await assert_serves(server)
 
 
@@ -233,7 +243,7 @@ async def test_cancelled_calls_in_the_queue_of_decode_leave_prefill_its_threads(
             await anext(stream)
             assert not occupant.done(), "the test's premise"
         await leave(occupant)
-    await free_within(server, lambda: is_idle(server))
+    await idle_within_a_second(server)
     await assert_serves(server)
 
 
@@ -255,7 +265,7 @@ async def test_50_requests_cancelled_at_random_times(tiny_server: TandemServer) 
             return False
 
         was_cancelled = await asyncio.gather(*(run(rng.uniform(0, 2.0)) for _ in range(50)))
-        await free_within(tiny_server, lambda: is_idle(tiny_server))
+        await idle_within_a_second(tiny_server)
         assert sum(was_cancelled) > 25
         # A request that was cancelled before Triton had it never was one.
         assert 0 < num_cancelled(tiny_server) - num_before <= sum(was_cancelled)

@@ -122,7 +122,7 @@ def test_the_decode_engine_dies_and_dies_again(server: TandemServer) -> None:
 
     disturbed = assert_survives(server, 1, kill_twice)
     assert restarts(server, "decode_0_0") == 2
-    assert max(answer.timings.retries for answer in disturbed) == 2
+    assert sum(answer.timings.retries for answer in disturbed) >= NUM_STREAMS
 
 
 def test_the_prefill_engine_dies_with_prompts_in_it(server: TandemServer) -> None:

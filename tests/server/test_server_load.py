@@ -6,14 +6,12 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from itertools import cycle
-from pathlib import Path
 
 import pytest
 
 from oracle import random_prompt
-from running_server import held_blocks, metric, serve, wait_until
+from running_server import held_blocks, metric, wait_until
 from server_processes import processes
 from tandem_cli.runtime_dir import SHM
 from tandem_cli.server import TandemServer
@@ -25,13 +23,6 @@ MAX_GROWTH = 0.05
 MIB = 1 << 20
 
 
-@pytest.fixture(scope="module")
-def server(tiny_model_dir: Callable[..., Path]) -> Iterator[TandemServer]:
-    settings = ("dtype=float32", "max_model_len=512", "kv_cache_mb=8")
-    with serve(tiny_model_dir("llama"), settings=settings) as server:
-        yield server
-
-
 def is_idle(server: TandemServer) -> bool:
     return held_blocks(server) == 0 and metric(server, "tandem_requests_live") == 0
 
@@ -41,8 +32,9 @@ def num_free_blocks(server: TandemServer) -> float:
     return sum(metric(server, "tandem_kv_blocks", state=state) for state in states)
 
 
-async def test_200_requests_at_once(server: TandemServer) -> None:
+async def test_200_requests_at_once(tiny_server: TandemServer) -> None:
     """Far more than an engine holds at once."""
+    server = tiny_server
     prompts = [random_prompt(160 if i % 4 == 0 else 20, 270, seed=i) for i in range(NUM_CONCURRENT)]
     async with AsyncTandemClient(f"grpc://{server.grpc_address}", timeout=120) as client:
 
@@ -57,7 +49,9 @@ async def test_200_requests_at_once(server: TandemServer) -> None:
     await asyncio.to_thread(wait_until, lambda: is_idle(server))
 
 
-def test_1000_requests_leave_everything_as_it_was(server: TandemServer) -> None:
+def test_1000_requests_leave_everything_as_it_was(tiny_server: TandemServer) -> None:
+    server = tiny_server
+
     def in_shm() -> set[str]:
         return {path.name for path in SHM.glob(f"{server.runtime_dir.shm_prefix}*")}
 
@@ -114,7 +108,8 @@ asyncio.run(main(sys.argv[1]))
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
-def test_a_client_with_20_streams_is_killed(server: TandemServer, scheme: str) -> None:
+def test_a_client_with_20_streams_is_killed(tiny_server: TandemServer, scheme: str) -> None:
+    server = tiny_server
     url = server.http_url if scheme == "http" else f"grpc://{server.grpc_address}"
     num_before = metric(server, "tandem_requests_total", outcome="cancelled")
     command = [sys.executable, "-c", ABRUPT_CLIENT, url]
@@ -125,7 +120,7 @@ def test_a_client_with_20_streams_is_killed(server: TandemServer, scheme: str) -
             line = client.stdout.readline()
             assert line, "the client ended by itself"
             streaming.add(line)
-        assert metric(server, "tandem_requests_live") == 20
+        wait_until(lambda: metric(server, "tandem_requests_live") == 20)
         client.kill()
         # One second, and the time until a metric shows it.
         wait_until(lambda: is_idle(server), 1.4)
