@@ -11,6 +11,16 @@ from tandem_cli.serve import DEFAULTS, log_printer, run_foreground
 from tandem_cli.server import TandemServer
 
 QUESTION = "What is the capital of France?"
+# Long enough for the prefill pool (policy auto keeps short prompts on the decode engine).
+CONTEXT = (
+    "France is a country in Western Europe. It borders Belgium, Luxembourg, Germany, Switzerland, "
+    "Italy, Monaco, Spain and Andorra. About 68 million people live there. Its largest cities are "
+    "Paris, Marseille, Lyon, Toulouse and Nice. Paris is the capital of France and the seat of its "
+    "government; it lies on the Seine in the north of the country. The longest river of France is "
+    "the Loire, its highest mountain is Mont Blanc, on the border with Italy. The country is known "
+    "for its food, its wine, its museums and its cathedrals, and it is visited by more tourists "
+    "than any other. The currency is the euro, the language is French.\n\n"
+)
 
 
 def run(
@@ -31,13 +41,14 @@ def run(
 
 def ask(url: str, question: str) -> None:
     """Streams the answer to stdout, then its timings and the path it took."""
+    messages = [{"role": "user", "content": CONTEXT + question}]
     from tandem_client import TandemClient
     from tandem_client.summary import summary_line
 
-    print(f"\n> {question}", flush=True)
+    print(f"\n> (a paragraph about France) {question}", flush=True)
     with (
         TandemClient(url) as client,
-        client.stream(messages=[{"role": "user", "content": question}], max_tokens=64) as stream,
+        client.stream(messages=messages, max_tokens=64) as stream,
     ):
         for chunk in stream:
             sys.stdout.write(chunk.text)
