@@ -124,7 +124,6 @@ class Engine:
             self._leave(sequence)
         else:
             self._count("pulled_bytes", done.result.num_bytes)
-            self._count("pull_seconds", done.result.seconds)
             self._scheduler.pulled(sequence)
             assert sequence.handle is not None and sequence.scheduled_s is not None
             num_cached_blocks = sequence.num_cached // self._limits.block_size
@@ -201,7 +200,6 @@ class Engine:
                 new.logprob if spec.sampling.logprobs else None,
                 finish_reason,
             )
-            self._count("sampled_tokens")
             if self._limits.role is Role.PREFILL:
                 self._finish_prefill(sequence, event)
                 continue

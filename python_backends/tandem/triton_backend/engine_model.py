@@ -22,7 +22,7 @@ from tandem.errors import ConfigError, InvalidRequest, TandemError, from_wire
 from tandem.metrics import ENGINE_FAMILIES, MetricsBuffer
 from tandem.triton_backend.engine_supervisor import EngineSupervisor
 from tandem.triton_backend.logging_setup import set_up_logging
-from tandem.triton_backend.responses import error_response
+from tandem.triton_backend.responses import error_response, send_final
 from tandem.triton_backend.triton_metrics import TritonMetrics
 
 
@@ -59,7 +59,7 @@ class TritonPythonModel:
                 spec = _one_bytes(request, "request")
                 handle = _one_bytes(request, "handle")
             except TandemError as error:
-                _send_error(sender, error)
+                send_final(sender, error_response(error))
                 continue
             self._supervisor.submit(spec, handle, _answerer(sender))
         self._supervisor.wait_for_room()
@@ -74,21 +74,15 @@ class TritonPythonModel:
 def _answerer(sender: Any) -> Any:
     def answer(reply: wire.Reply) -> None:
         if reply.error:
-            _send_error(sender, from_wire(reply.error, reply.message))
+            send_final(sender, error_response(from_wire(reply.error, reply.message)))
             return
         outputs = [
             pb_utils.Tensor("result", np.array([[reply.result]], dtype=np.object_)),
             pb_utils.Tensor("handle", np.array([[reply.handle]], dtype=np.object_)),
         ]
-        sender.send(
-            pb_utils.InferenceResponse(outputs), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-        )
+        send_final(sender, pb_utils.InferenceResponse(outputs))
 
     return answer
-
-
-def _send_error(sender: Any, error: TandemError) -> None:
-    sender.send(error_response(error), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
 
 def _one_bytes(request: Any, name: str) -> bytes:

@@ -31,7 +31,7 @@ from tandem.orchestrator.stream_plane import StreamPlane
 from tandem.orchestrator.tokenizer import Tokenizer
 from tandem.triton_backend.bls_link import BLSLink
 from tandem.triton_backend.logging_setup import set_up_logging
-from tandem.triton_backend.responses import error_response
+from tandem.triton_backend.responses import error_response, send_final
 from tandem.triton_backend.triton_metrics import TritonMetrics
 
 _POLL_S = 0.1
@@ -173,7 +173,7 @@ class _TritonResponder:
 
     def _send_last(self, response: Any) -> None:
         self._is_closed = True
-        self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        send_final(self._sender, response)
 
     def is_cancelled(self) -> bool:
         self.checked_s = time.monotonic()

@@ -18,6 +18,11 @@ def error_response(error: TandemError) -> Any:
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
 
 
+def send_final(sender: Any, response: Any) -> None:
+    """The one final response of a request; its sender must not be used after it."""
+    sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+
 def error_from_response(message: str) -> TandemError:
     """The error a called model answered with; Triton's own (no such model, ...) are Unavailable."""
     match = re.search(r"\[([A-Z_]+)\] (.*)", message, re.DOTALL)
