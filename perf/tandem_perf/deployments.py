@@ -90,19 +90,16 @@ class TandemDeployment(
 def built_in(
     name: str, policy: Policy, settings: tuple[str, ...], num_cores: int
 ) -> TandemDeployment:
-    """``policy`` is that of the disaggregated one; the others never use a prefill pool, and prefill
-    in whole chunks unless ``settings`` bound the ITL.
-    """
-    whole_chunks = ("max_itl_ms=0", *settings)
+    """``policy`` is that of the disaggregated one; the others never use a prefill pool."""
     make: dict[str, Callable[[], TandemDeployment]] = {
         DISAGGREGATED: lambda: TandemDeployment(
             name=name, policy=policy, prefill_instances=1, decode_instances=1, settings=settings
         ),
         COLOCATED: lambda: TandemDeployment(
-            name=name, policy=Policy.NEVER, decode_instances=1, settings=whole_chunks
+            name=name, policy=Policy.NEVER, decode_instances=1, settings=settings
         ),
         REPLICAS: lambda: TandemDeployment(
-            name=name, policy=Policy.NEVER, decode_instances=num_cores, settings=whole_chunks
+            name=name, policy=Policy.NEVER, decode_instances=num_cores, settings=settings
         ),
     }
     return make[name]()

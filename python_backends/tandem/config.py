@@ -2,16 +2,18 @@
 
 Parameters of config.pbtxt hold what differs per role (limits, transport, device); the environment
 holds what differs per deployment: ``TANDEM_MODEL`` (directory), ``TANDEM_SECRET``,
-``TANDEM_RUNTIME_DIR``, ``TANDEM_LOG_LEVEL``. An unknown parameter or a bad value stops the start.
+``TANDEM_RUNTIME_DIR``, ``TANDEM_LOG_LEVEL``, ``TANDEM_KV_HOST``. An unknown parameter or a bad
+value stops the start.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -32,6 +34,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     runtime_dir: str
     secret: bytes
     log_level: str = "INFO"
+    kv_host: str = "127.0.0.1"  # under which engines of other hosts reach those of this one
 
     def __repr__(self) -> str:
         return f"Deployment(model={self.model!r}, runtime_dir={self.runtime_dir!r})"
@@ -43,13 +46,13 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     role: Role
     device: str = "cpu"  # cpu | cuda (the GPU of the instance)
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
-    transport: str = "shm"
+    transport: str = "shm"  # shm | nixl
+    nixl_backend: Literal["UCX", "LIBFABRIC"] = "UCX"
     block_size: PositiveInt = 16  # tokens per KV block
     kv_cache_mb: PositiveInt = 512  # MiB of the slab of one engine
     max_model_len: PositiveInt = 2048  # prompt + output tokens of one request
     max_num_seqs: PositiveInt = 64  # sequences an engine holds at once
     max_num_batched_tokens: PositiveInt = 128  # tokens of one step: the prefill chunk
-    max_itl_ms: NonNegativeInt = 100  # local prefills leave steps of decoding no longer; 0: off
     num_threads: NonNegativeInt = 0  # torch threads; 0: the engine's cores, or half of all
     first_core: int = -1  # -1: not pinned; else instance i has cores first + i*per ...
     cores_per_instance: PositiveInt = 1
@@ -143,7 +146,18 @@ def deployment_from_env(environ: Mapping[str, str] = os.environ) -> Deployment:
         runtime_dir=str(runtime_dir),
         secret=secret.encode() if secret else _shared_secret(runtime_dir / "secret"),
         log_level=log_level,
+        kv_host=_ip_address("TANDEM_KV_HOST", environ.get("TANDEM_KV_HOST") or "127.0.0.1"),
     )
+
+
+def _ip_address(name: str, value: str) -> str:
+    try:
+        address = ipaddress.ip_address(value)
+        if address.is_unspecified:
+            raise ValueError("it stands for every address")
+    except ValueError as error:
+        raise ConfigError(f"{name} = {value!r}: not the IP address of a host: {error}") from error
+    return str(address)
 
 
 def _shared_secret(path: Path) -> bytes:

@@ -8,7 +8,8 @@
     ├── Unavailable            UNAVAILABLE   no worker can serve this now; may be retried
     │   └── EngineDied         UNAVAILABLE   the engine that held the sequence is gone
     ├── PullFailed             UNAVAILABLE   the KV cache could not be moved; re-prefill
-    │   └── FenceBroken        UNAVAILABLE   the blocks changed owner before or during the pull
+    │   ├── FenceBroken        UNAVAILABLE   the blocks changed owner before or during the pull
+    │   └── PullTimedOut       UNAVAILABLE   and may still write; a PullFailed to other processes
     ├── RequestCancelled       CANCELLED     the client went away
     ├── EngineFault            INTERNAL      an exception inside an engine
     └── ConfigError            (start-up)    a setting is unknown or out of range
@@ -18,6 +19,7 @@ An ``assert`` is a bug of ours and never reaches a user as such.
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from enum import StrEnum
 
 
@@ -65,6 +67,14 @@ class FenceBroken(PullFailed):
     pass
 
 
+class PullTimedOut(PullFailed):
+    """The destination blocks must not be used for anything until ``settled`` is done."""
+
+    def __init__(self, problem: str, settled: Future[None]) -> None:
+        super().__init__(problem)
+        self.settled = settled
+
+
 class RequestCancelled(TandemError):
     code = ErrorCode.CANCELLED
 
@@ -89,10 +99,10 @@ def to_wire(error: BaseException) -> tuple[str, str]:
         return "InvalidHandle", str(error).removeprefix("handle: ")
     if isinstance(error, InvalidRequest):
         return "InvalidRequest", str(error)
-    name = type(error).__name__
-    if name in _WIRE_NAMES:
-        return name, str(error)
-    return "EngineFault", f"{name}: {error}"
+    for kind in type(error).__mro__:
+        if kind.__name__ in _WIRE_NAMES:
+            return kind.__name__, str(error)
+    return "EngineFault", f"{type(error).__name__}: {error}"
 
 
 def from_wire(name: str, message: str) -> TandemError:

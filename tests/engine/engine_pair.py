@@ -11,7 +11,7 @@ from tandem import wire
 from tandem.config import EngineSettings
 from tandem.engine.build import build_engine, export_memory
 from tandem.engine.engine import Engine
-from tandem.engine.imports import PullDone
+from tandem.engine.imports import PullDone, PullSettled
 from tandem.engine.model import LoadedModel
 from tandem.errors import TandemError, from_wire
 from tandem.transport.in_process import InProcessTransport
@@ -57,7 +57,7 @@ class Host:
         self.left: list[int] = []
         self.tokens: dict[str, list[wire.TokenEvent]] = defaultdict(list)
         self.met: set[str] = set()
-        self._pulls: list[PullDone] = []
+        self._pulls: list[PullDone | PullSettled] = []
         self._held_pulls: list[Any] = []
         self.holds_pulls = False
         self.memory = export_memory(settings, self.model, self.transport, self.clock)
@@ -109,7 +109,11 @@ class Host:
             self.engine.lease_ended(lease, was_released)
         had_pulls = bool(self._pulls)
         while self._pulls:
-            self.engine.pull_done(self._pulls.pop(0))
+            event = self._pulls.pop(0)
+            if isinstance(event, PullDone):
+                self.engine.pull_done(event)
+            else:
+                self.engine.pull_settled(event.sequence)
         return self.engine.step() or had_pulls or bool(self._pulls)
 
     def run(self, max_steps: int = 10_000) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import msgspec
 import pytest
 import torch
@@ -185,6 +187,30 @@ def test_a_failed_pull_is_answered_and_counted(pair: EnginePair) -> None:
     assert pair.decode.left == [call_id]
     pair.prefill.engine.cancel([spec.sequence_id])
     assert_at_rest(pair)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_blocks_of_a_pull_that_timed_out_are_kept_until_nothing_can_land(
+    pair: EnginePair, is_cancelled: bool
+) -> None:
+    spec, handle = prefilled(pair)
+    under_way: Future[None] = Future()
+    pair.transport.faults.timed_out = under_way
+    pair.decode.holds_pulls = is_cancelled
+    call_id = pair.submit(pair.decode, spec, handle)
+    pair.decode.step()
+    if is_cancelled:
+        pair.decode.engine.cancel([spec.sequence_id])
+        pair.decode.release_pulls()
+    pair.decode.run()
+    error = pair.decode.error(call_id)
+    assert isinstance(error, RequestCancelled if is_cancelled else PullFailed)
+    assert pair.decode.left == [call_id]
+    assert pair.decode.blocks["used"] > 0, "bytes may still be landing in them"
+    under_way.set_exception(PullFailed("the peer died"))
+    pair.prefill.engine.cancel([spec.sequence_id])
+    assert_at_rest(pair)
+    assert pair.decode.engine.stats().totals["pulls_failed"] == 1
 
 
 def test_a_handle_is_consumed_once(pair: EnginePair) -> None:

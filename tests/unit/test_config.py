@@ -68,6 +68,7 @@ def test_defaults_need_no_parameters() -> None:
         (EngineSettings, "lease_ttl_s", "-1"),
         (EngineSettings, "lease_ttl_s", "nan"),
         (EngineSettings, "pull_timeout_s", "inf"),
+        (EngineSettings, "nixl_backend", "GDS"),
         (EngineSettings, "start_timeout_s", "1e30"),
         (OrchestratorSettings, "policy", "sometimes"),
         (OrchestratorSettings, "max_attempts", "0"),
@@ -135,13 +136,15 @@ def no_runtime_dir_is_left(environ: dict[str, str]) -> Any:
 
 def test_a_deployment_from_the_environment(environ: dict[str, str]) -> None:
     deployment = deployment_from_env(
-        environ | {"TANDEM_SECRET": "geheim", "TANDEM_LOG_LEVEL": "debug"}
+        environ
+        | {"TANDEM_SECRET": "geheim", "TANDEM_LOG_LEVEL": "debug", "TANDEM_KV_HOST": "10.0.0.7"}
     )
     assert deployment == Deployment(
         model=environ["TANDEM_MODEL"],
         runtime_dir=environ["TANDEM_RUNTIME_DIR"],
         secret=b"geheim",
         log_level="DEBUG",
+        kv_host="10.0.0.7",
     )
     assert not (Path(deployment.runtime_dir) / "secret").exists()
 
@@ -161,6 +164,8 @@ def test_a_relative_model_path_becomes_absolute(
         ({"TANDEM_MODEL": "/no/such/model"}, "TANDEM_MODEL = '/no/such/model': no config.json"),
         ({"TANDEM_RUNTIME_DIR": "/tmp/" + "x" * 60}, "TANDEM_RUNTIME_DIR = .* longer than 60"),
         ({"TANDEM_LOG_LEVEL": "loud"}, "TANDEM_LOG_LEVEL = 'LOUD': one of DEBUG, INFO"),
+        ({"TANDEM_KV_HOST": "node-1"}, "TANDEM_KV_HOST = 'node-1': not the IP address of a host"),
+        ({"TANDEM_KV_HOST": "0.0.0.0"}, "TANDEM_KV_HOST = '0.0.0.0': not the IP address of a host"),
     ],
 )
 def test_a_bad_variable_is_named(

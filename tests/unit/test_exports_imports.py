@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -6,9 +7,9 @@ import numpy as np
 import pytest
 
 from tandem.engine.exports import MAX_RENEWALS, Exports, Identity
-from tandem.engine.imports import Imports, PullDone
+from tandem.engine.imports import Imports, PullDone, PullSettled
 from tandem.engine.sequence import Sequence
-from tandem.errors import FenceBroken, InvalidHandle, PullFailed
+from tandem.errors import FenceBroken, InvalidHandle, PullFailed, PullTimedOut, to_wire
 from tandem.kv import handle as kv_handle
 from tandem.kv.block_manager import BlockManager
 from tandem.kv.handle import KVHandle
@@ -148,7 +149,7 @@ class Importer:
     def __init__(self, transport: InProcessTransport, exporter: Exporter) -> None:
         self.slab = np.zeros((NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
         self.spawned: list[Callable[[], None]] = []
-        self.done: list[PullDone] = []
+        self.done: list[PullDone | PullSettled] = []
         self.imports = Imports(
             Identity("there", "in_process", "-", FINGERPRINT),
             SECRET,
@@ -165,6 +166,7 @@ class Importer:
         (run,) = self.spawned
         run()
         (done,) = self.done
+        assert isinstance(done, PullDone)
         assert done.sequence is sequence
         return done
 
@@ -298,6 +300,19 @@ def test_a_failed_pull_is_reported_and_keeps_the_lease(
     assert done.result is None
     assert isinstance(done.error, PullFailed) and "the wire broke" in str(done.error)
     assert exporter.collect() == []
+
+
+def test_a_pull_that_timed_out_is_reported_at_once_and_again_when_settled(
+    transport: InProcessTransport, exporter: Exporter, importer: Importer
+) -> None:
+    under_way: Future[None] = Future()
+    transport.faults.timed_out = under_way
+    sequence = _sequence(_verified(exporter.issue()), [0, 1, 2])
+    done = importer.start(sequence)
+    assert isinstance(done.error, PullTimedOut) and not done.is_settled
+    assert to_wire(done.error) == ("PullFailed", "the copy took longer than 1.0 s")
+    under_way.set_result(None)
+    assert importer.done == [done, PullSettled(sequence)]
 
 
 def test_a_broken_fence_is_reported(exporter: Exporter, importer: Importer) -> None:

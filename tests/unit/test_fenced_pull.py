@@ -238,6 +238,47 @@ def test_a_connection_is_kept_per_incarnation_and_dropped_once_dead() -> None:
     assert transport.closed == ["one", "two", "three"]
 
 
+def test_a_connection_that_failed_is_made_anew() -> None:
+    transport = CountingTransport()
+    exporter = Exporter(transport, "one")
+    puller = FencedPuller(transport, np.zeros((4, BLOCK_BYTES), dtype=np.uint8), TIMEOUT_S)
+    puller.pull(exporter.issue(1), [1], [0])
+    transport.faults.is_cut = True
+    with pytest.raises(PullFailed, match="the link is cut"):
+        puller.pull(exporter.issue(1), [1], [0])
+    transport.faults.is_cut = False
+    assert puller.pull(exporter.issue(1), [1], [0]).num_bytes == BLOCK_BYTES
+    assert (transport.connected, transport.closed) == (["one", "one"], ["one"])
+
+
+class StuckTransport(InProcessTransport):
+    """Connecting to ``stuck`` takes until ``go``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrived = threading.Event()
+        self.go = threading.Event()
+
+    def connect(self, endpoint: str, incarnation: str) -> Any:
+        if incarnation == "stuck":
+            self.arrived.set()
+            assert self.go.wait(10)
+        return super().connect(endpoint, incarnation)
+
+
+def test_an_engine_that_does_not_answer_delays_only_its_own_pulls() -> None:
+    transport = StuckTransport()
+    stuck, healthy = Exporter(transport, "stuck"), Exporter(transport, "healthy")
+    puller = FencedPuller(transport, np.zeros((4, BLOCK_BYTES), dtype=np.uint8), TIMEOUT_S)
+    with ThreadPoolExecutor(1) as threads:
+        pull = threads.submit(puller.pull, stuck.issue(1), [1], [0])
+        assert transport.arrived.wait(10)
+        assert puller.pull(healthy.issue(2), [2], [1]).num_bytes == BLOCK_BYTES
+        assert not pull.done()
+        transport.go.set()
+        assert pull.result(10).num_bytes == BLOCK_BYTES
+
+
 def test_a_restarted_exporter_is_another_incarnation(setup: Setup) -> None:
     before = setup.exporter.issue(1)
     setup.exporter.region.close()

@@ -1,139 +1,54 @@
 """One suite over every transport: an exporter, in a process of its own where the transport can."""
 
 import gc
-import json
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 import pytest
 
+from exporter_process import pattern
 from tandem.errors import ConfigError, PullFailed
-from tandem.kv.lease_board import Lease, LeaseBoard, LeaseState, check_fence
+from tandem.kv.lease_board import LeaseState, check_fence
 from tandem.transport import create_transport
-from tandem.transport.base import Bytes, Peer, Region, RegionShape, Transport
+from tandem.transport.base import Bytes, Peer
 from tandem.transport.in_process import InProcessTransport
 from tandem.transport.shm import ShmTransport
+from transport_exporters import (
+    INCARNATION,
+    SHAPE,
+    Exporter,
+    FarExporter,
+    InProcessExporter,
+    NixlExporter,
+    NixlTcpExporter,
+    needs_nixl,
+    shm_exporter,
+)
+from two_hosts import FAR_HOST
 
-SHAPE = RegionShape(num_blocks=6, block_bytes=5000, num_slots=3)
-INCARNATION = "0123456789abcdef"
 NUM_LOCAL = 8
 TIMEOUT_S = 5.0
 
-CHILD = """
-import json, sys
-import numpy as np
-from tandem.kv.lease_board import Lease, LeaseBoard
-from tandem.transport.base import RegionShape
-from tandem.transport.shm import ShmTransport
-
-incarnation, *sizes = sys.argv[1:]
-region = ShmTransport().export(RegionShape(*map(int, sizes)), incarnation)
-for block, row in enumerate(region.slab):
-    row[:] = np.arange(len(row)) * 3 + block * 7
-board = LeaseBoard(region.slots, 60.0, lambda: 0.0)
-print(json.dumps(region.endpoint), flush=True)
-for line in sys.stdin:
-    command, *args = json.loads(line)
-    if command == "grant":
-        answer = board.grant()
-    elif command == "revoke":
-        answer = board.revoke(Lease(*args))
-    elif command == "collect":
-        answer = board.collect()
-    print(json.dumps(answer), flush=True)
-"""
+EXPORTERS = [
+    pytest.param(InProcessExporter, id="in_process"),
+    pytest.param(shm_exporter, id="shm"),
+    pytest.param(NixlExporter, id="nixl", marks=needs_nixl),
+    pytest.param(NixlTcpExporter, id="nixl_tcp", marks=needs_nixl),
+]
+if FAR_HOST:  # see test_transport_two_hosts.py
+    EXPORTERS = [pytest.param(FarExporter, id="far")]
 
 
 def _pattern(block: int) -> Bytes:
-    return (np.arange(SHAPE.block_bytes) * 3 + block * 7).astype(np.uint8)
-
-
-class Exporter(Protocol):
-    """The other side, of which a puller only sees the endpoint."""
-
-    transport: Transport
-    endpoint: str
-
-    def grant(self) -> Lease: ...
-    def revoke(self, lease: Lease) -> bool: ...
-    def collect(self) -> list[tuple[Lease, bool]]: ...
-    def die(self) -> None: ...
-
-
-class InProcessExporter:
-    def __init__(self) -> None:
-        self.transport: Transport = InProcessTransport()
-        self._region: Region = self.transport.export(SHAPE, INCARNATION)
-        for block, row in enumerate(self._region.slab):
-            row[:] = _pattern(block)
-        self._board = LeaseBoard(self._region.slots, 60.0, lambda: 0.0)
-        self.endpoint = self._region.endpoint
-
-    def grant(self) -> Lease:
-        return self._board.grant()
-
-    def revoke(self, lease: Lease) -> bool:
-        return self._board.revoke(lease)
-
-    def collect(self) -> list[tuple[Lease, bool]]:
-        return self._board.collect()
-
-    def die(self) -> None:
-        self._region.close()
-
-
-class ShmExporter:
-    def __init__(self) -> None:
-        self.transport: Transport = ShmTransport()
-        sizes = [str(size) for size in (SHAPE.num_blocks, SHAPE.block_bytes, SHAPE.num_slots)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", CHILD, INCARNATION, *sizes],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.endpoint: str = self._read()
-
-    def _read(self) -> Any:
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
-
-    def _ask(self, *command: object) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-        return self._read()
-
-    def grant(self) -> Lease:
-        return Lease(*self._ask("grant"))
-
-    def revoke(self, lease: Lease) -> bool:
-        return bool(self._ask("revoke", *lease))
-
-    def collect(self) -> list[tuple[Lease, bool]]:
-        return [(Lease(*lease), released) for lease, released in self._ask("collect")]
-
-    def die(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait(timeout=10)
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
-
-
-EXPORTERS = {"in_process": InProcessExporter, "shm": ShmExporter}
+    return pattern(block, SHAPE.block_bytes)
 
 
 @pytest.fixture(scope="module", params=EXPORTERS)
 def exporter(request: pytest.FixtureRequest) -> Iterator[Exporter]:
     """Shared, since a process takes a while to start; a test leaves no lease behind."""
-    exporter = EXPORTERS[request.param]()
+    exporter = request.param()
     yield exporter
     exporter.die()
 
@@ -141,7 +56,8 @@ def exporter(request: pytest.FixtureRequest) -> Iterator[Exporter]:
 @pytest.fixture(params=EXPORTERS)
 def mortal(request: pytest.FixtureRequest) -> Exporter:
     """An exporter that the test lets die."""
-    return EXPORTERS[request.param]()
+    exporter: Exporter = request.param()
+    return exporter
 
 
 @pytest.fixture
@@ -307,7 +223,7 @@ def _maps(pid: int | str) -> str:
 
 
 def test_shared_memory_has_no_name_and_ends_with_the_last_process() -> None:
-    exporter = ShmExporter()
+    exporter = shm_exporter()
     pid, _, fd = exporter.endpoint.partition(":")
     memfd = f"/memfd:tandem-{INCARNATION}"
     assert os.readlink(f"/proc/{pid}/fd/{fd}").startswith(memfd)
@@ -372,5 +288,5 @@ def test_a_copy_that_takes_too_long_is_given_up() -> None:
 
 def test_transports_are_found_by_name() -> None:
     assert isinstance(create_transport("shm"), ShmTransport)
-    with pytest.raises(ConfigError, match="'rdma': known are: shm"):
+    with pytest.raises(ConfigError, match="'rdma': known are: shm, nixl"):
         create_transport("rdma")

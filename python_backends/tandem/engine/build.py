@@ -11,7 +11,7 @@ from tandem.config import EngineSettings
 from tandem.engine.admission import EngineLimits
 from tandem.engine.engine import Engine
 from tandem.engine.exports import Exports, Identity
-from tandem.engine.imports import Imports, PullDone
+from tandem.engine.imports import Imports, PullDone, PullSettled
 from tandem.engine.model import LoadedModel
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.outbox import Outbox
@@ -67,7 +67,7 @@ def build_engine(
     secret: bytes,
     outbox: Outbox,
     spawn: Callable[[Callable[[], None]], object],
-    done: Callable[[PullDone], None],
+    done: Callable[[PullDone | PullSettled], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
     num_blocks = len(memory.region.slab)
@@ -83,11 +83,7 @@ def build_engine(
         runner=ModelRunner(model, slab_tensor(memory.region.slab.data, memory.layout, num_blocks)),
         blocks=blocks,
         scheduler=Scheduler(
-            blocks,
-            settings.block_size,
-            settings.max_num_seqs,
-            settings.max_num_batched_tokens,
-            settings.max_itl_ms / 1e3,
+            blocks, settings.block_size, settings.max_num_seqs, settings.max_num_batched_tokens
         ),
         exports=Exports(identity, secret, memory.board, blocks),
         imports=Imports(identity, secret, memory.puller, settings.block_size, spawn, done),

@@ -116,11 +116,13 @@ class Engine:
         sequence = done.sequence
         self._count("pulls_ok" if done.result else "pulls_failed")
         if self._sequences.get(sequence.spec.sequence_id) is not sequence:
-            self._scheduler.end(sequence)  # cancelled meanwhile; its blocks were quarantined
+            if done.is_settled:  # cancelled meanwhile; its blocks were quarantined
+                self._scheduler.end(sequence)
         elif done.result is None:
             assert done.error is not None
             self._fail_call(sequence.call_id, done.error)
-            self._scheduler.end(sequence)
+            if done.is_settled:
+                self._scheduler.end(sequence)
             self._leave(sequence)
         else:
             self._count("pulled_bytes", done.result.num_bytes)
@@ -140,12 +142,14 @@ class Engine:
                 ),
             )
 
+    def pull_settled(self, sequence: Sequence) -> None:
+        self._scheduler.end(sequence)
+
     # ---- the step ----------------------------------------------------------------------
 
     def step(self) -> bool:
         """Computes one batch; False if there was nothing to compute."""
-        began_s = self._clock()
-        schedule = self._scheduler.schedule(began_s)
+        schedule = self._scheduler.schedule(self._clock())
         for sequence in schedule.pulls:
             self._imports.start(sequence)
         if not schedule.slices:
@@ -163,13 +167,12 @@ class Engine:
         self._count("step_seconds", self._clock() - started_s)
         self._count("computed_tokens", batch.num_tokens)
         self._emit(zip(finished, sampled, strict=True))
-        self._scheduler.observe(schedule, self._clock() - began_s)
         return True
 
     def load(self) -> Load:
         return Load(
             role=self._limits.role,
-            num_running=self._scheduler.num_running,
+            num_running=len(self._scheduler.running) + len(self._scheduler.pulling),
             num_waiting=len(self._scheduler.waiting),
             num_waiting_tokens=self._scheduler.num_waiting_tokens,
             num_free_blocks=self._blocks.num_available,

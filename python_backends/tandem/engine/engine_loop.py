@@ -9,7 +9,7 @@ from tandem import wire
 from tandem.engine.engine import Engine
 from tandem.engine.engine_io import EngineIO
 from tandem.engine.events import Event, LeaseEnded, OrchestratorGone, Shutdown
-from tandem.engine.imports import PullDone
+from tandem.engine.imports import PullDone, PullSettled
 
 STATS_PERIOD_S = 0.2
 
@@ -56,6 +56,8 @@ class EngineLoop:
                         engine.renew(ids)
                     case PullDone():
                         engine.pull_done(event)
+                    case PullSettled(sequence):
+                        engine.pull_settled(sequence)
                     case LeaseEnded(lease, was_released):
                         engine.lease_ended(lease, was_released)
                     case OrchestratorGone(name):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem import wire
-from tandem.engine.imports import PullDone
+from tandem.engine.imports import PullDone, PullSettled
 from tandem.kv.lease_board import Lease
 
 
@@ -25,4 +25,13 @@ class Shutdown:
     pass
 
 
-Event = wire.Submit | wire.Cancel | wire.Renew | PullDone | LeaseEnded | OrchestratorGone | Shutdown
+Event = (
+    wire.Submit
+    | wire.Cancel
+    | wire.Renew
+    | PullDone
+    | PullSettled
+    | LeaseEnded
+    | OrchestratorGone
+    | Shutdown
+)

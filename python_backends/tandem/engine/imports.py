@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tandem.engine.exports import Identity
 from tandem.engine.sequence import Sequence
-from tandem.errors import InvalidHandle, PullFailed
+from tandem.errors import InvalidHandle, PullFailed, PullTimedOut
 from tandem.kv import handle as kv_handle
 from tandem.kv.handle import KVHandle
 from tandem.transport.fenced_pull import FencedPuller, PullResult
@@ -17,11 +17,21 @@ from tandem.wire import SequenceSpec
 
 @dataclass(frozen=True)
 class PullDone:
-    """A pull came to its end; without a ``result`` the blocks hold nothing."""
+    """A pull came to its end; without a ``result`` the blocks hold nothing. Unless it is settled,
+    bytes may still land in them; a ``PullSettled`` follows.
+    """
 
     sequence: Sequence
     result: PullResult | None = None
     error: PullFailed | None = None
+    is_settled: bool = True
+
+
+@dataclass(frozen=True)
+class PullSettled:
+    """Nothing of a pull that was given up can land any more: its blocks can be used again."""
+
+    sequence: Sequence
 
 
 class Imports:
@@ -34,7 +44,7 @@ class Imports:
         puller: FencedPuller,
         block_size: int,
         spawn: Callable[[Callable[[], None]], object],
-        done: Callable[[PullDone], None],
+        done: Callable[[PullDone | PullSettled], None],
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._identity = identity
@@ -80,6 +90,9 @@ class Imports:
         def run() -> None:
             try:
                 result = self._puller.pull(handle, remote, local)
+            except PullTimedOut as error:
+                self._done(PullDone(sequence, error=error, is_settled=False))
+                error.settled.add_done_callback(lambda _: self._done(PullSettled(sequence)))
             except PullFailed as error:
                 self._done(PullDone(sequence, error=error))
             except Exception as error:  # a thread's boundary: nothing may wait for ever

@@ -26,7 +26,7 @@ from tandem.engine.lease_timer import LeaseTimer
 from tandem.engine.model import load_model
 from tandem.engine.model_config import model_fingerprint
 from tandem.errors import ConfigError
-from tandem.transport import create_transport
+from tandem.transport import TransportOptions, create_transport
 
 NUM_PULL_THREADS = 2
 _PR_SET_PDEATHSIG = 1
@@ -57,7 +57,9 @@ def _serve(config: EngineConfig, started_s: float) -> None:
 
     _log.info("loading %s", deployment.model)
     model = load_model(deployment.model, settings.dtype, config.device)
-    memory = export_memory(settings, model, create_transport(settings.transport))
+    options = TransportOptions(deployment.kv_host, settings.nixl_backend)
+    transport = create_transport(settings.transport, options)
+    memory = export_memory(settings, model, transport)
     fingerprint = model_fingerprint(deployment.model, memory.layout)
     pull_threads = ThreadPoolExecutor(NUM_PULL_THREADS, thread_name_prefix="pull")
     io = EngineIO(config, memory.incarnation, loop.inbox.put)
@@ -96,6 +98,7 @@ def _serve(config: EngineConfig, started_s: float) -> None:
         timer.stop()
         pull_threads.shutdown(wait=True, cancel_futures=True)
         memory.puller.close()
+        transport.close()
         io.stop()
 
 

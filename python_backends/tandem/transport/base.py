@@ -71,7 +71,9 @@ class Peer(Protocol):
     def pull(
         self, remote: Sequence[int], slab: Bytes, local: Sequence[int], timeout_s: float
     ) -> int:
-        """Copies remote blocks into ``slab`` blocks pairwise; returns the bytes moved."""
+        """Copies remote blocks into ``slab`` blocks pairwise; returns the bytes moved. After a
+        ``PullTimedOut`` they may still be written to until its ``settled`` is done.
+        """
         ...
 
     def release(self, slot: int, generation: int) -> None: ...
@@ -82,4 +84,8 @@ class Transport(Protocol):
     def export(self, shape: RegionShape, incarnation: str) -> Region: ...
     def connect(self, endpoint: str, incarnation: str) -> Peer:
         """The region behind ``endpoint``, if it still belongs to ``incarnation``."""
+        ...
+
+    def close(self) -> None:
+        """Ends what connections share; regions and peers cannot be used any more."""
         ...

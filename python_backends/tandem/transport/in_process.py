@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from tandem.errors import PullFailed
+from tandem.errors import PullFailed, PullTimedOut
 from tandem.kv.lease_board import Slot
 from tandem.transport.base import Bytes, RegionShape
 from tandem.transport.region import RegionView, check_pull, read_header, write_header
@@ -21,8 +22,10 @@ class Faults:
 
     connect_error: str = ""
     pull_error: str = ""
+    is_cut: bool = False  # connections fail, and look dead
     pull_delay_s: float = 0.0
     lose_release: bool = False
+    timed_out: Future[None] | None = None  # a pull times out, and is settled when this is done
     during_pull: Callable[[], None] | None = None  # runs between two halves of a copy
 
 
@@ -50,6 +53,9 @@ class InProcessTransport:
         shape = read_header(buffer[: RegionShape.HEADER_BYTES].tobytes(), incarnation)
         return InProcessPeer(RegionView(buffer, shape), endpoint, self)
 
+    def close(self) -> None:
+        """Nothing is held."""
+
     def holds(self, endpoint: str) -> bool:
         return endpoint in self._regions
 
@@ -74,7 +80,7 @@ class InProcessPeer:
 
     @property
     def is_alive(self) -> bool:
-        return self._transport.holds(self._endpoint)
+        return self._transport.holds(self._endpoint) and not self._transport.faults.is_cut
 
     def read_slot(self, slot: int) -> Slot:
         return self._view.read_slot(slot)
@@ -84,8 +90,12 @@ class InProcessPeer:
     ) -> int:
         faults = self._transport.faults
         check_pull(self.shape, remote, slab, local)
+        if faults.is_cut:
+            raise PullFailed("the link is cut")
         if faults.pull_error:
             raise PullFailed(faults.pull_error)
+        if faults.timed_out is not None:
+            raise PullTimedOut(f"the copy took longer than {timeout_s} s", faults.timed_out)
         if faults.pull_delay_s > timeout_s:
             raise PullFailed(f"the copy took longer than {timeout_s} s")
         time.sleep(faults.pull_delay_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections.abc import Iterator, Sequence
 
@@ -13,6 +14,7 @@ from tandem.kv.lease_board import SLOT_DTYPE, Slot
 from tandem.transport.base import Bytes, RegionShape
 
 _MAGIC = b"TANDEMKV"
+_MADV_POPULATE_WRITE = 23  # not in Python's mmap yet
 _HEADER = struct.Struct("<8s32sQQQ")  # magic, incarnation, num_blocks, block_bytes, num_slots
 
 
@@ -79,3 +81,11 @@ def contiguous_runs(remote: Sequence[int], local: Sequence[int]) -> Iterator[tup
         if i == len(remote) or (remote[i] != remote[i - 1] + 1 or local[i] != local[i - 1] + 1):
             yield remote[start], local[start], i - start
             start = i
+
+
+def populate(memory: mmap.mmap) -> None:
+    """Faults all pages in now: a first pull into untouched pages ran at 0.25 GB/s."""
+    try:
+        memory.madvise(_MADV_POPULATE_WRITE)
+    except OSError:
+        pass  # before Linux 5.14; pages come when touched
