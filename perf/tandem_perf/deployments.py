@@ -90,16 +90,19 @@ class TandemDeployment(
 def built_in(
     name: str, policy: Policy, settings: tuple[str, ...], num_cores: int
 ) -> TandemDeployment:
-    """``policy`` is that of the disaggregated one; the others never use a prefill pool."""
+    """``policy`` is that of the disaggregated one; the others never use a prefill pool, and prefill
+    in whole chunks unless ``settings`` bound the ITL.
+    """
+    whole_chunks = ("max_itl_ms=0", *settings)
     make: dict[str, Callable[[], TandemDeployment]] = {
         DISAGGREGATED: lambda: TandemDeployment(
             name=name, policy=policy, prefill_instances=1, decode_instances=1, settings=settings
         ),
         COLOCATED: lambda: TandemDeployment(
-            name=name, policy=Policy.NEVER, decode_instances=1, settings=settings
+            name=name, policy=Policy.NEVER, decode_instances=1, settings=whole_chunks
         ),
         REPLICAS: lambda: TandemDeployment(
-            name=name, policy=Policy.NEVER, decode_instances=num_cores, settings=settings
+            name=name, policy=Policy.NEVER, decode_instances=num_cores, settings=whole_chunks
         ),
     }
     return make[name]()

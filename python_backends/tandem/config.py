@@ -53,6 +53,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_model_len: PositiveInt = 2048  # prompt + output tokens of one request
     max_num_seqs: PositiveInt = 64  # sequences an engine holds at once
     max_num_batched_tokens: PositiveInt = 128  # tokens of one step: the prefill chunk
+    max_itl_ms: NonNegativeInt = 100  # local prefills leave steps of decoding no longer; 0: off
     num_threads: NonNegativeInt = 0  # torch threads; 0: the engine's cores, or half of all
     first_core: int = -1  # -1: not pinned; else instance i has cores first + i*per ...
     cores_per_instance: PositiveInt = 1

@@ -21,13 +21,14 @@ from typer.testing import CliRunner
 from tandem.types import Policy
 from tandem_cli.errors import CliError
 from tandem_cli.main import app
+from tandem_cli.overrides import overrides_of, parse_override
 from tandem_perf.arrivals import ClosedLoop, PoissonArrivals
 from tandem_perf.calibration import Budget, Calibration, num_requests_for, rate_for
 from tandem_perf.compare import has_failed, run_comparison
 from tandem_perf.comparison import Spread, Verdict, comparison_rows, spread
 from tandem_perf.comparison_result import COMPARISON, ComparisonResult
 from tandem_perf.comparison_run import ComparisonPlan
-from tandem_perf.deployments import REPLICAS, Endpoint, built_in, on_cores
+from tandem_perf.deployments import COLOCATED, REPLICAS, Endpoint, built_in, on_cores
 from tandem_perf.external_server import ExternalDeployment, HealthyCommand, read_deployments
 from tandem_perf.process_group import Command, ProcessGroup, core_set
 from tandem_perf.records import read_records
@@ -302,6 +303,14 @@ def test_cores() -> None:
 def test_replicas_have_a_core_each() -> None:
     deployment = built_in(REPLICAS, Policy.AUTO, (), num_cores=3)
     assert (deployment.policy, deployment.decode_instances) == (Policy.NEVER, 3)
+
+
+def test_the_baseline_prefills_in_whole_chunks_unless_told_otherwise() -> None:
+    settings = ("max_itl_ms=200", "decode.max_num_seqs=8")
+    deployment = built_in(COLOCATED, Policy.AUTO, settings, num_cores=2)
+    overrides = [parse_override(text) for text in deployment.settings]
+    assert overrides_of(overrides, "decode") == {"max_itl_ms": "200", "max_num_seqs": "8"}
+    assert built_in(COLOCATED, Policy.AUTO, (), num_cores=2).settings == ("max_itl_ms=0",)
 
 
 def test_examples_can_be_read() -> None:

@@ -4,100 +4,11 @@ from typing import Any
 
 import pytest
 
-from tandem.engine.scheduler import AGEING_TOKENS_PER_S, Schedule, Scheduler
+from simulated_engine import SimulatedEngine, expected_output, next_token_of
+from tandem.engine.scheduler import OLDEST_SHARE, Schedule
 from tandem.engine.sequence import Sequence, Status
-from tandem.kv.block_manager import BlockManager
-from tandem.kv.handle import VERSION, KVHandle
 from tandem.types import FinishReason, SamplingParams
 from tandem.wire import SequenceSpec
-
-BLOCK_SIZE = 4
-
-
-def _handle(num_tokens: int) -> KVHandle:
-    return KVHandle(
-        version=VERSION,
-        incarnation="i",
-        transport="shm",
-        endpoint="1:1",
-        fingerprint="f",
-        block_ids=tuple(range(-(-num_tokens // BLOCK_SIZE))),
-        num_tokens=num_tokens,
-        slot=0,
-        generation=1,
-        expires_unix_s=1e12,
-        sequence_id="s",
-        first_token=0,
-    )
-
-
-class Engine:
-    """A scheduler and a fake compute: every computed sequence gets the token ``next_token``."""
-
-    def __init__(
-        self, num_blocks: int = 32, max_num_seqs: int = 8, max_num_batched_tokens: int = 16
-    ) -> None:
-        self.blocks = BlockManager(num_blocks)
-        self.scheduler = Scheduler(self.blocks, BLOCK_SIZE, max_num_seqs, max_num_batched_tokens)
-        self.now_s = 0.0
-        self.num_added = 0
-        self.finished: list[Sequence] = []
-        self.max_model_len = 10_000
-
-    def add(
-        self,
-        prompt: int | list[int],
-        *,
-        max_tokens: int = 4,
-        output: tuple[int, ...] = (),
-        is_pulled: bool = False,
-    ) -> Sequence:
-        """A prompt of its own tokens where only its length is given."""
-        self.num_added += 1
-        if isinstance(prompt, int):
-            prompt = [self.num_added * 1000 + i for i in range(prompt)]
-        spec = SequenceSpec(
-            sequence_id=f"s{self.num_added}",
-            reply_to="o",
-            prompt_ids=tuple(prompt),
-            output_ids=output,
-            sampling=SamplingParams(max_tokens=max_tokens),
-        )
-        handle = _handle(len(prompt) + len(output) - 1) if is_pulled else None
-        sequence = Sequence(self.num_added, spec, arrived_s=self.now_s, handle=handle)
-        self.scheduler.add(sequence)
-        return sequence
-
-    def step(self) -> Schedule:
-        """Schedules and computes. Pulls end in their own time: ``scheduler.pulled``."""
-        schedule = self.scheduler.schedule(self.now_s)
-        for sequence, num_tokens in schedule.slices:
-            will_sample = num_tokens == sequence.num_remaining
-            self.scheduler.computed(sequence, num_tokens)
-            if not will_sample:
-                continue
-            self.scheduler.append_token(sequence, next_token(sequence))
-            if sequence.finish_reason(self.max_model_len) is not None:
-                self.scheduler.end(sequence)
-                self.finished.append(sequence)
-        self.blocks.check()
-        return schedule
-
-
-def next_token(sequence: Sequence) -> int:
-    """Depends on all tokens, so that a token sampled from a wrong prefix would show."""
-    return next_token_of(sequence.token_ids)
-
-
-def next_token_of(tokens: list[int]) -> int:
-    return (sum(tokens) * 31 + len(tokens)) % 997
-
-
-def expected_output(sequence: Sequence) -> list[int]:
-    tokens = [*sequence.spec.prompt_ids, *sequence.spec.output_ids]
-    while len(tokens) < len(sequence.spec.prompt_ids) + sequence.spec.sampling.max_tokens:
-        tokens.append(next_token_of(tokens))
-    return tokens[len(sequence.spec.prompt_ids) :]
 
 
 def _slices(schedule: Schedule) -> list[tuple[str, int]]:
@@ -108,10 +19,10 @@ def _slices(schedule: Schedule) -> list[tuple[str, int]]:
 
 
 def test_a_short_prompt_is_computed_in_one_step_and_then_decodes() -> None:
-    engine = Engine()
+    engine = SimulatedEngine()
     sequence = engine.add(6, max_tokens=3)
     assert _slices(engine.step()) == [("s1", 6)]
-    assert sequence.is_decoding and sequence.status is Status.RUNNING
+    assert sequence.is_decoding
     assert _slices(engine.step()) == [("s1", 1)]
     assert _slices(engine.step()) == [("s1", 1)]
     assert engine.finished == [sequence] and sequence.status is Status.ENDED
@@ -120,13 +31,13 @@ def test_a_short_prompt_is_computed_in_one_step_and_then_decodes() -> None:
 
 
 def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
-    engine = Engine(max_num_batched_tokens=16)
+    engine = SimulatedEngine(max_num_batched_tokens=16)
     engine.add(40)
     assert [_slices(engine.step())[0][1] for _ in range(4)] == [16, 16, 8, 1]
 
 
 def test_decodes_come_first_and_prefills_get_the_rest() -> None:
-    engine = Engine(max_num_batched_tokens=16)
+    engine = SimulatedEngine(max_num_batched_tokens=16)
     engine.add(4, max_tokens=10)
     engine.add(5, max_tokens=10)
     engine.step()
@@ -135,7 +46,7 @@ def test_decodes_come_first_and_prefills_get_the_rest() -> None:
 
 
 def test_no_step_computes_more_than_the_budget() -> None:
-    engine = Engine(num_blocks=200, max_num_seqs=12, max_num_batched_tokens=13)
+    engine = SimulatedEngine(num_blocks=200, max_num_seqs=12, max_num_batched_tokens=13)
     for length in (3, 50, 7, 1, 22, 9, 13, 14, 2, 31):
         engine.add(length, max_tokens=9)
     while len(engine.finished) < 10:
@@ -145,47 +56,42 @@ def test_no_step_computes_more_than_the_budget() -> None:
 
 
 def test_the_shortest_remaining_work_goes_first() -> None:
-    engine = Engine(max_num_batched_tokens=16)
-    for length in (30, 5, 12):
+    engine = SimulatedEngine(max_num_batched_tokens=16)
+    for length in (2, 30, 5, 12):
         engine.add(length)
-    assert _slices(engine.step()) == [("s2", 5), ("s3", 11)]
-    # s3 has 1 token left, then the long one gets what remains
-    assert _slices(engine.step()) == [("s2", 1), ("s3", 1), ("s1", 14)]
+    assert _slices(engine.step()) == [("s1", 2), ("s3", 5), ("s4", 9)]
 
 
 def test_a_running_prefill_is_ranked_by_what_remains_of_it() -> None:
-    engine = Engine(max_num_batched_tokens=16)
+    engine = SimulatedEngine(max_num_batched_tokens=16)
     engine.add(20)
     engine.step()
     engine.add(8)
     assert _slices(engine.step()) == [("s1", 4), ("s2", 8)]
 
 
-def test_waiting_makes_a_prompt_shorter() -> None:
-    engine = Engine(num_blocks=1000, max_num_batched_tokens=16)
-    engine.add(100)
-    engine.now_s = 99 / AGEING_TOKENS_PER_S
-    engine.add(2)
-    engine.step()
-    assert engine.finished == [] and engine.scheduler.running[0].spec.sequence_id == "s1"
-
-
-def test_a_long_prompt_does_not_starve_under_a_stream_of_short_ones() -> None:
-    engine = Engine(num_blocks=1000, max_num_seqs=4, max_num_batched_tokens=8)
+def test_the_oldest_prompt_has_its_share_of_every_step() -> None:
+    engine = SimulatedEngine(num_blocks=1000, max_num_batched_tokens=16)
     long = engine.add(160, max_tokens=2)
+    share = 16 // OLDEST_SHARE
     num_steps = 0
-    while long.status is not Status.ENDED and num_steps < 400:
-        engine.add(8, max_tokens=1)  # enough to fill every step by itself
-        engine.step()
+    while not long.is_decoding:
         engine.now_s += 0.01
+        engine.add(16, max_tokens=1)  # enough to fill every step by itself
+        assert ("s1", share) in _slices(engine.step())
         num_steps += 1
-    assert long.output_ids == expected_output(long)
-    # It was ahead of every newcomer after 160 / 500 s = 32 steps, and took 20 steps then.
-    assert num_steps < 80
+    assert num_steps == 160 // share
+
+
+def test_the_oldest_prompt_gets_all_that_the_others_leave() -> None:
+    engine = SimulatedEngine(max_num_batched_tokens=16)
+    engine.add(40)
+    engine.add(3)
+    assert _slices(engine.step()) == [("s1", 13), ("s2", 3)]
 
 
 def test_num_waiting_tokens_counts_prompts_that_are_to_be_computed_here() -> None:
-    engine = Engine(max_num_batched_tokens=16)
+    engine = SimulatedEngine(max_num_batched_tokens=16)
     engine.add(20)
     engine.add(30)
     engine.add(10, output=(1,), is_pulled=True)
@@ -200,7 +106,7 @@ def test_num_waiting_tokens_counts_prompts_that_are_to_be_computed_here() -> Non
 
 
 def test_at_most_max_num_seqs_run() -> None:
-    engine = Engine(max_num_seqs=2)
+    engine = SimulatedEngine(max_num_seqs=2)
     for _ in range(3):
         engine.add(2, max_tokens=3)
     assert _slices(engine.step()) == [("s1", 2), ("s2", 2)]
@@ -212,7 +118,7 @@ def test_at_most_max_num_seqs_run() -> None:
 
 
 def test_a_sequence_that_is_being_pulled_has_a_place() -> None:
-    engine = Engine(max_num_seqs=1)
+    engine = SimulatedEngine(max_num_seqs=1)
     pulled = engine.add(5, output=(1,), is_pulled=True)
     engine.now_s = 1.0
     engine.add(2)
@@ -221,15 +127,16 @@ def test_a_sequence_that_is_being_pulled_has_a_place() -> None:
 
 
 def test_a_sequence_gets_blocks_for_all_its_tokens_when_it_enters() -> None:
-    engine = Engine(num_blocks=4, max_num_batched_tokens=4)
+    engine = SimulatedEngine(num_blocks=4, max_num_batched_tokens=4)
     sequence = engine.add(13)
     engine.step()
     assert len(sequence.block_table) == 4 and sequence.num_computed == 4
 
 
 def test_admission_stops_at_the_first_that_does_not_fit() -> None:
-    engine = Engine(num_blocks=8)
-    engine.add(24, max_tokens=2)  # 6 blocks
+    engine = SimulatedEngine(num_blocks=8)
+    engine.add(24, max_tokens=3)  # 6 blocks
+    engine.step()
     engine.step()
     big = engine.add(12)  # 3 blocks
     engine.now_s = 1.0
@@ -239,7 +146,7 @@ def test_admission_stops_at_the_first_that_does_not_fit() -> None:
 
 
 def test_a_newcomer_leaves_a_block_for_each_decoding_sequence() -> None:
-    engine = Engine(num_blocks=4)
+    engine = SimulatedEngine(num_blocks=4)
     engine.add(4, max_tokens=9)
     engine.step()
     newcomer = engine.add(8)  # 2 blocks: all that is left once the other has its second
@@ -253,14 +160,14 @@ def test_a_newcomer_leaves_a_block_for_each_decoding_sequence() -> None:
 
 
 def test_an_empty_engine_admits_a_sequence_that_needs_every_block() -> None:
-    engine = Engine(num_blocks=4)
+    engine = SimulatedEngine(num_blocks=4)
     sequence = engine.add(16, max_tokens=1)
     engine.step()
     assert engine.finished == [sequence]
 
 
 def test_when_a_sequence_first_got_blocks_is_noted_once() -> None:
-    engine = Engine()
+    engine = SimulatedEngine()
     engine.now_s = 5.0
     sequence = engine.add(3)
     assert sequence.scheduled_s is None
@@ -275,7 +182,7 @@ def test_when_a_sequence_first_got_blocks_is_noted_once() -> None:
 
 
 def test_a_known_prefix_is_not_computed_again() -> None:
-    engine = Engine()
+    engine = SimulatedEngine()
     engine.add([*range(10)], max_tokens=1)
     engine.step()
     second = engine.add([*range(10), 77, 78], max_tokens=1)
@@ -285,7 +192,7 @@ def test_a_known_prefix_is_not_computed_again() -> None:
 
 
 def test_the_last_token_is_always_computed() -> None:
-    engine = Engine()
+    engine = SimulatedEngine()
     for _ in range(2):
         engine.add([*range(8)], max_tokens=1)
         engine.step()
@@ -296,7 +203,7 @@ def test_the_last_token_is_always_computed() -> None:
 
 def test_output_tokens_are_cached_too() -> None:
     """A conversation's next turn begins with the last answer."""
-    engine = Engine()
+    engine = SimulatedEngine()
     first = engine.add([*range(6)], max_tokens=7)
     while first.status is not Status.ENDED:
         engine.step()
@@ -307,7 +214,7 @@ def test_output_tokens_are_cached_too() -> None:
 
 
 def test_two_running_sequences_share_their_prefix() -> None:
-    engine = Engine()
+    engine = SimulatedEngine()
     first = engine.add([*range(9)], max_tokens=5)
     engine.step()
     second = engine.add([*range(9)], max_tokens=5)
@@ -321,7 +228,7 @@ def test_two_running_sequences_share_their_prefix() -> None:
 
 
 def test_prefix_blocks_in_use_need_no_room() -> None:
-    engine = Engine(num_blocks=5)
+    engine = SimulatedEngine(num_blocks=5)
     engine.add([*range(8)], max_tokens=9)
     engine.step()
     # Of the 2 blocks that are left one stays in reserve; without the prefix it would need both.
@@ -363,7 +270,7 @@ def test_why_a_token_is_the_last(
 
 
 def test_the_youngest_is_preempted_when_blocks_run_out_and_completes_later() -> None:
-    engine = Engine(num_blocks=4)
+    engine = SimulatedEngine(num_blocks=4)
     old, young = engine.add(4, max_tokens=12), engine.add(4, max_tokens=12)
     while not engine.scheduler.num_preemptions:
         schedule = engine.step()
@@ -380,7 +287,7 @@ def test_the_youngest_is_preempted_when_blocks_run_out_and_completes_later() -> 
 
 
 def test_a_prefilling_sequence_is_preempted_before_older_ones_that_decode() -> None:
-    engine = Engine(num_blocks=6, max_num_batched_tokens=4)
+    engine = SimulatedEngine(num_blocks=6, max_num_batched_tokens=4)
     old = engine.add(3, max_tokens=12)
     engine.step()
     young = engine.add(16, max_tokens=1)  # with the reserve of 1 all that is left
@@ -394,7 +301,7 @@ def test_a_prefilling_sequence_is_preempted_before_older_ones_that_decode() -> N
 
 
 def test_a_preempted_pull_is_computed_here_the_next_time() -> None:
-    engine = Engine(num_blocks=4)
+    engine = SimulatedEngine(num_blocks=4)
     old = engine.add(4, max_tokens=8)
     pulled = engine.add(4, max_tokens=8, output=(11,), is_pulled=True)
     assert engine.step().pulls == [pulled]
@@ -408,7 +315,7 @@ def test_a_preempted_pull_is_computed_here_the_next_time() -> None:
 
 
 def test_a_lone_sequence_waits_for_leased_blocks() -> None:
-    engine = Engine(num_blocks=3)
+    engine = SimulatedEngine(num_blocks=3)
     leased = engine.add(4, max_tokens=2)
     engine.step()
     blocks = engine.scheduler.end_leased(leased)
@@ -426,7 +333,7 @@ def test_a_lone_sequence_waits_for_leased_blocks() -> None:
 
 
 def test_a_pull_starts_at_once_even_without_budget() -> None:
-    engine = Engine(max_num_batched_tokens=4)
+    engine = SimulatedEngine(max_num_batched_tokens=4)
     engine.add(4)
     pulled = engine.add(9, output=(3,), is_pulled=True)
     schedule = engine.step()
@@ -436,7 +343,7 @@ def test_a_pull_starts_at_once_even_without_budget() -> None:
 
 
 def test_a_pulled_sequence_decodes_from_its_newest_token() -> None:
-    engine = Engine()
+    engine = SimulatedEngine()
     pulled = engine.add([*range(9)], max_tokens=3, output=(3,), is_pulled=True)
     assert _slices(engine.step()) == []
     engine.scheduler.pulled(pulled)
@@ -450,7 +357,7 @@ def test_a_pulled_sequence_decodes_from_its_newest_token() -> None:
 
 
 def test_a_pull_takes_what_the_prefix_cache_has() -> None:
-    engine = Engine()
+    engine = SimulatedEngine()
     engine.add([*range(9)], max_tokens=1)
     engine.step()
     pulled = engine.add([*range(9)], max_tokens=3, output=(3,), is_pulled=True)
@@ -459,7 +366,7 @@ def test_a_pull_takes_what_the_prefix_cache_has() -> None:
 
 
 def test_blocks_that_are_being_pulled_are_not_shared_yet() -> None:
-    engine = Engine()
+    engine = SimulatedEngine()
     pulled = engine.add([*range(9)], output=(3,), is_pulled=True)
     engine.step()
     other = engine.add([*range(9)])
@@ -472,27 +379,27 @@ def test_blocks_that_are_being_pulled_are_not_shared_yet() -> None:
     engine.blocks.check()
 
 
-@pytest.mark.parametrize("status", [Status.WAITING, Status.PULLING, Status.RUNNING])
+@pytest.mark.parametrize("status", [Status.WAITING, Status.PULLING, Status.PREFILLING])
 def test_a_sequence_may_end_in_any_status(status: Status) -> None:
-    engine = Engine(max_num_batched_tokens=4)
+    engine = SimulatedEngine(max_num_batched_tokens=4)
     sequence = engine.add(9, output=(3,), is_pulled=status is Status.PULLING)
     if status is not Status.WAITING:
         engine.step()
     assert sequence.status is status
     engine.scheduler.end(sequence)
     assert sequence.status is Status.ENDED and sequence.block_table == []
-    assert not (engine.scheduler.waiting + engine.scheduler.pulling + engine.scheduler.running)
+    assert not engine.scheduler.waiting and engine.scheduler.num_running == 0
     assert engine.blocks.counts().used == 0
     engine.blocks.check()
 
 
 def test_a_leased_sequence_leaves_its_blocks_to_the_lease() -> None:
-    engine = Engine()
+    engine = SimulatedEngine()
     sequence = engine.add(6, max_tokens=9)
     engine.step()
     blocks = engine.scheduler.end_leased(sequence)
     assert len(blocks) == 2 and sequence.status is Status.ENDED
-    assert engine.scheduler.running == [] and sequence.block_table == []
+    assert engine.scheduler.num_running == 0 and sequence.block_table == []
     counts = engine.blocks.counts()
     assert (counts.leased, counts.used) == (2, 0)
 
@@ -504,7 +411,7 @@ def test_a_leased_sequence_leaves_its_blocks_to_the_lease() -> None:
 def test_every_sequence_completes_with_its_own_tokens(seed: int) -> None:
     """Random arrivals, lengths, shared prefixes, pulls that take a while, cancels, leases."""
     draw = random.Random(seed)
-    engine = Engine(
+    engine = SimulatedEngine(
         num_blocks=draw.randint(10, 24),
         max_num_seqs=draw.randint(1, 8),
         max_num_batched_tokens=draw.randint(8, 24),
@@ -515,7 +422,7 @@ def test_every_sequence_completes_with_its_own_tokens(seed: int) -> None:
     done: Counter[str] = Counter()
     num_left, step = 25, 0
     scheduler = engine.scheduler
-    while num_left or scheduler.waiting or scheduler.running or scheduler.pulling or leases:
+    while num_left or scheduler.waiting or scheduler.num_running or leases:
         step += 1
         assert step < 3000, "nothing moves any more"
         engine.now_s += 0.01
@@ -532,11 +439,11 @@ def test_every_sequence_completes_with_its_own_tokens(seed: int) -> None:
                 is_pulled=is_pulled,
             )
         preemptions = scheduler.num_preemptions
-        running = [*scheduler.running]
+        running = [*scheduler.prefilling, *scheduler.decoding]
         schedule = engine.step()
         in_step = {s for s, _ in schedule.slices}
         assert len(in_step) == len(schedule.slices)
-        assert len(scheduler.running) + len(scheduler.pulling) <= 8
+        assert scheduler.num_running <= 8
         if scheduler.num_preemptions > preemptions:
             preempted = {s for s in running if s.status is Status.WAITING}
             assert preempted and not preempted & in_step
@@ -550,15 +457,16 @@ def test_every_sequence_completes_with_its_own_tokens(seed: int) -> None:
             if end <= step:
                 leases.remove((end, blocks))
                 engine.blocks.unlease(blocks)
-        if draw.random() < 0.05 and scheduler.running:
-            victim = draw.choice(scheduler.running)
-            if victim.is_decoding:
-                leases.append((step + 5, scheduler.end_leased(victim)))
-                done["leased"] += 1
+        if draw.random() < 0.05 and scheduler.decoding:
+            victim = draw.choice(scheduler.decoding)
+            leases.append((step + 5, scheduler.end_leased(victim)))
+            done["leased"] += 1
         if draw.random() < 0.03 and scheduler.waiting:
             scheduler.end(draw.choice(scheduler.waiting))
             done["cancelled"] += 1
         engine.blocks.check()
+        owed = [*scheduler.prefilling, *(s for s in scheduler.waiting if s.handle is None)]
+        assert scheduler.num_waiting_tokens == sum(s.num_remaining for s in owed)
     assert len(engine.finished) + done.total() == 25
     for sequence in engine.finished:
         assert sequence.output_ids == expected_output(sequence)
@@ -569,7 +477,7 @@ def test_every_sequence_completes_with_its_own_tokens(seed: int) -> None:
 
 def test_the_random_runs_do_preempt() -> None:
     """Or else they would prove less than they say: tight blocks, long outputs."""
-    engine = Engine(num_blocks=10, max_num_seqs=8)
+    engine = SimulatedEngine(num_blocks=10, max_num_seqs=8)
     for _ in range(8):
         engine.add(3, max_tokens=25)
     while len(engine.finished) < 8:

@@ -59,14 +59,14 @@ class _SchedulerBench:
         for number in range(sizes.decoding):
             # Lengths differ, so that the sequences do not all need their next block at once.
             self._add(number, sizes.prompt_len + number % _BLOCK_SIZE)
-        while not all(s.is_decoding for s in self._scheduler.running) or self._scheduler.waiting:
+        while self._scheduler.prefilling or self._scheduler.waiting:
             self._plan()
             self._account()
         for number in range(sizes.decoding, sizes.decoding + num_waiting):
             self._add(number, sizes.prompt_len)
 
     def name_all(self) -> list[tuple[Sequence, int]]:
-        return [(sequence, 1) for sequence in self._scheduler.running]
+        return [(sequence, 1) for sequence in self._scheduler.decoding]
 
     def steps(self, repeats: int) -> tuple[Timing, Timing]:
         """Scheduling alone, and the rest of a step's Python: batch, blocks, tokens, hashes."""

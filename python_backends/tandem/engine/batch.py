@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class SequenceSlice:
+class SequenceSlice(NamedTuple):
     """The tokens of one sequence in a step, and where its KV lies.
 
     Invariant: ``1 <= query_len <= context_len <= len(block_table) * block_size``.

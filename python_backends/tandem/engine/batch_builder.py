@@ -18,6 +18,14 @@ def build_batch(slices: Iterable[tuple[Sequence, int]], block_size: int) -> Batc
     for sequence, num_tokens in slices:
         start, end = sequence.num_computed, sequence.num_computed + num_tokens
         table = sequence.block_table
+        if num_tokens == 1:  # decoding: a thousand of these must not hold up a step
+            token_ids.append(sequence.token_ids[start])
+            positions.append(start)
+            slot_mapping.append(table[start // block_size] * block_size + start % block_size)
+            parts.append(SequenceSlice(1, end, table))
+            if end == len(sequence.token_ids):
+                sample_rows.append(len(token_ids) - 1)
+            continue
         token_ids.extend(sequence.token_ids[start:end])
         positions.extend(range(start, end))
         slot_mapping.extend(

@@ -83,7 +83,11 @@ def build_engine(
         runner=ModelRunner(model, slab_tensor(memory.region.slab.data, memory.layout, num_blocks)),
         blocks=blocks,
         scheduler=Scheduler(
-            blocks, settings.block_size, settings.max_num_seqs, settings.max_num_batched_tokens
+            blocks,
+            settings.block_size,
+            settings.max_num_seqs,
+            settings.max_num_batched_tokens,
+            settings.max_itl_ms / 1e3,
         ),
         exports=Exports(identity, secret, memory.board, blocks),
         imports=Imports(identity, secret, memory.puller, settings.block_size, spawn, done),

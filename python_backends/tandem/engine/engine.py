@@ -149,7 +149,8 @@ class Engine:
 
     def step(self) -> bool:
         """Computes one batch; False if there was nothing to compute."""
-        schedule = self._scheduler.schedule(self._clock())
+        began_s = self._clock()
+        schedule = self._scheduler.schedule(began_s)
         for sequence in schedule.pulls:
             self._imports.start(sequence)
         if not schedule.slices:
@@ -167,12 +168,13 @@ class Engine:
         self._count("step_seconds", self._clock() - started_s)
         self._count("computed_tokens", batch.num_tokens)
         self._emit(zip(finished, sampled, strict=True))
+        self._scheduler.observe(schedule, self._clock() - began_s)
         return True
 
     def load(self) -> Load:
         return Load(
             role=self._limits.role,
-            num_running=len(self._scheduler.running) + len(self._scheduler.pulling),
+            num_running=self._scheduler.num_running,
             num_waiting=len(self._scheduler.waiting),
             num_waiting_tokens=self._scheduler.num_waiting_tokens,
             num_free_blocks=self._blocks.num_available,

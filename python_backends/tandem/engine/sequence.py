@@ -14,7 +14,8 @@ from tandem.wire import SequenceSpec
 class Status(Enum):
     WAITING = auto()  # holds no blocks
     PULLING = auto()  # its blocks are being filled from another engine
-    RUNNING = auto()  # in the batch: prefilling or decoding
+    PREFILLING = auto()  # in the batch: tokens before the newest are not computed yet
+    DECODING = auto()  # in the batch: one token a step, all before the newest is in the cache
     ENDED = auto()
 
 
@@ -32,6 +33,8 @@ class Sequence:
     num_computed: int = 0
     num_cached: int = 0  # prefix tokens that were found here, neither computed nor pulled
     block_table: list[int] = field(default_factory=list)
+    entry: int = 0  # the how-manieth it was to get blocks, the last time it did
+    num_preemptions: int = 0
     scheduled_s: float | None = None  # when it first got blocks
     token_ids: list[int] = field(init=False)  # prompt + output
     hashes: list[bytes] = field(default_factory=list)  # of its full blocks
@@ -54,8 +57,7 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """One token a step: everything before the newest token is in the cache."""
-        return self.num_remaining == 1 and self.num_computed > 0
+        return self.status is Status.DECODING
 
     @property
     def output_ids(self) -> list[int]:
