@@ -1,5 +1,8 @@
 """Sends each completion to a prefill and then to a decode engine of vLLM (NixlConnector).
 
+The prefill engine generates one token, which nobody sees, and keeps the prompt's KV cache; its
+answer says where that is. The decode engine gets the same request with that place and pulls.
+
 Runs in vLLM's own environment (fastapi, httpx and uvicorn come with it).
 """
 
@@ -17,7 +20,7 @@ from fastapi.responses import StreamingResponse
 
 app = FastAPI()
 engines: dict[str, httpx.AsyncClient] = {}
-REMOTE_DECODE = {
+KEEP_FOR_DECODE = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
     "remote_block_ids": None, "remote_host": None, "remote_port": None,
 }  # fmt: skip
@@ -38,23 +41,35 @@ async def models() -> Response:
 @app.post("/v1/chat/completions")
 async def complete(request: Request) -> Response:
     body: dict[str, Any] = await request.json()
-    headers = {"X-Request-Id": str(uuid4())}
-    first = {**body, "stream": False, "max_tokens": 1, "kv_transfer_params": REMOTE_DECODE}
-    first.pop("stream_options", None)
-    for limit in ("max_completion_tokens", "min_tokens"):
-        first.pop(limit, None)
-    prefilled = await engines["prefill"].post(request.url.path, json=first, headers=headers)
+    path, headers = request.url.path, {"X-Request-Id": str(uuid4())}
+    prefilled = await engines["prefill"].post(path, json=prefill_body(body), headers=headers)
     if prefilled.status_code != 200:
         return Response(prefilled.content, prefilled.status_code, media_type="application/json")
-    body["kv_transfer_params"] = prefilled.json().get("kv_transfer_params") or {}
-    stream = decoded(request.url.path, body, headers)
-    return StreamingResponse(stream, media_type="text/event-stream")
+    kv_cache = prefilled.json().get("kv_transfer_params")
+    if not kv_cache:  # the decode engine would compute the prompt again, and nobody would notice
+        return Response("the prefill engine did not offer its KV cache", status_code=502)
+    decode_body = {**body, "kv_transfer_params": kv_cache}
+    decode = engines["decode"]
+    answer = await decode.send(
+        decode.build_request("POST", path, json=decode_body, headers=headers), stream=True
+    )
+    return StreamingResponse(
+        pieces(answer), answer.status_code, media_type=answer.headers["content-type"]
+    )
 
 
-async def decoded(path: str, body: dict[str, Any], headers: dict[str, str]) -> AsyncIterator[bytes]:
-    async with engines["decode"].stream("POST", path, json=body, headers=headers) as answer:
+def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
+    dropped = {"stream_options", "max_completion_tokens", "min_tokens"}
+    kept = {key: value for key, value in body.items() if key not in dropped}
+    return {**kept, "stream": False, "max_tokens": 1, "kv_transfer_params": KEEP_FOR_DECODE}
+
+
+async def pieces(answer: httpx.Response) -> AsyncIterator[bytes]:
+    try:
         async for piece in answer.aiter_raw():
             yield piece
+    finally:
+        await answer.aclose()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -34,7 +35,8 @@ class ExternalDeployment(
 ):  # fmt: skip
     """``urls``: requests take turns between them. ``after_start``: a shell command that runs once
     all processes are healthy, with ``$SERVER_PID`` their common parent. ``stop_signal`` goes to
-    each process; what is left after ``stop_grace_s`` is killed.
+    each process; what is left after ``stop_grace_s`` is killed. ``$TMPDIR`` is a fresh folder
+    for each start: servers forget sockets and files there.
     """
 
     name: str
@@ -52,10 +54,11 @@ class ExternalDeployment(
     @contextlib.contextmanager
     def running(self, log: Path) -> Iterator[Endpoint]:
         group = ProcessGroup(self.processes, self.stop_signal, self.stop_grace_s)
-        with log.open("w") as file:
+        with log.open("w") as file, _temporary_folder() as folder:
             process = ServerProcess(
-                group.command_line(), os.environ, lambda line: print(line, file=file, flush=True)
-            )
+                group.command_line(), {**os.environ, "TMPDIR": folder},
+                lambda line: print(line, file=file, flush=True),
+            )  # fmt: skip
             try:
                 self._wait_healthy(process)
                 self._run_after_start(process.pid)
@@ -102,6 +105,10 @@ class ExternalDeployment(
         )  # fmt: skip
         if result.returncode:
             raise CliError(f"{self.name}: after_start failed: {result.stderr.strip()}")
+
+
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

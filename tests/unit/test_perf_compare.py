@@ -221,8 +221,9 @@ def test_a_calibration_chooses_rate_and_requests(tmp_path: Path) -> None:
 
 
 SERVER = """
-import http.server, pathlib, signal, sys
+import http.server, pathlib, signal, sys, tempfile
 port, marker = int(sys.argv[1]), pathlib.Path(sys.argv[2])
+marker.with_suffix(".forgotten").write_text(tempfile.mkstemp()[1])
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.end_headers()
@@ -260,6 +261,9 @@ def test_an_external_server_is_up_inside_the_block_only(tmp_path: Path) -> None:
         assert endpoint.url == ",".join(urls)
         assert (tmp_path / "pid").read_text().strip() == str(endpoint.pid)
         assert all(httpx.get(url).status_code == 200 for url in urls)
+        forgotten = [Path((tmp_path / f"{name}.forgotten").read_text()) for name in ("a", "b")]
+        assert all(path.exists() for path in forgotten)
+    assert not any(path.parent.exists() for path in forgotten)
     for url in urls:
         with pytest.raises(httpx.ConnectError):
             httpx.get(url)
