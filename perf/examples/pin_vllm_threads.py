@@ -1,8 +1,8 @@
-"""Puts all threads of each vLLM engine on the cores that its OpenMP threads are bound to.
+"""Puts all threads of a server's processes on the cores that the server was started on.
 
-``python pin_vllm_threads.py PID``: of the process and its descendants, those that have
-VLLM_CPU_OMP_THREADS_BIND in their environment. NixlConnector moves the thread that computes to
-the machine's last core, wherever it was before, so that two engines would share that core.
+``python pin_vllm_threads.py PID``: the servers are the children of PID. With NixlConnector vLLM
+moves the thread that computes to the machine's last core, wherever the server was started, so
+that two engines share that core.
 """
 
 from __future__ import annotations
@@ -12,22 +12,13 @@ import sys
 
 import psutil
 
-from tandem_perf.process_group import core_set
-
-
-def pin(process: psutil.Process) -> None:
-    cores = core_set(process.environ().get("VLLM_CPU_OMP_THREADS_BIND", ""))
-    for thread in process.threads() if cores else ():
-        os.sched_setaffinity(thread.id, cores)
-
 
 def main() -> None:
-    root = psutil.Process(int(sys.argv[1]))
-    for process in [root, *root.children(recursive=True)]:
-        try:
-            pin(process)
-        except (psutil.NoSuchProcess, ProcessLookupError):  # it ended meanwhile
-            continue
+    for server in psutil.Process(int(sys.argv[1])).children():
+        cores = server.cpu_affinity()
+        for process in server.children(recursive=True):
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, cores)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Several commands as one process, so that they have one pid, one log and one end.
 
 ``python -m tandem_perf.process_group JSON`` starts them all. When one ends, or SIGTERM comes, the
-others get the stop signal, and SIGKILL after the grace.
+others get the stop signal, and SIGKILL after the grace. What they started themselves has the same
+grace to end: only then are shared memory and the like cleaned up.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from types import FrameType
 import msgspec
 
 _LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_S = 0.1
 
 
@@ -75,6 +76,7 @@ def run(group: ProcessGroup) -> int:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # processes without a parent become our children
     children: list[subprocess.Popen[bytes]] = []
     try:
         for command in group.commands:
@@ -114,6 +116,18 @@ def _stop(children: Sequence[subprocess.Popen[bytes]], group: ProcessGroup) -> N
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
+    while _has_children() and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def _has_children() -> bool:
+    """Reaps those that have ended."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
 
 
 if __name__ == "__main__":
