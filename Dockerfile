@@ -23,7 +23,7 @@ COPY model_repository model_repository
 # so that the model repository beside the sources is the default one.
 ARG TORCH="torch==2.13.0"
 RUN python3 -m pip install --no-cache-dir --break-system-packages ${TORCH} \
-    && python3 -m pip install --no-cache-dir --break-system-packages -e .
+    && python3 -m pip install --no-cache-dir --break-system-packages -e ".[cuda,rdma]"
 
 ENV TANDEM_TRITON=/opt/tritonserver
 

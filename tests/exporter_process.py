@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from tandem.kv.lease_board import Lease, LeaseBoard
-from tandem.transport.base import Bytes, RegionShape, Transport
+from tandem.transport.base import Bytes, DeviceSlab, RegionShape, Slab, Transport
+from tandem.transport.cuda_runtime import MEMCPY_DEFAULT, CudaRuntime, load_runtime
 
 
 def pattern(block: int, block_bytes: int) -> Bytes:
@@ -27,17 +29,40 @@ def make_transport(name: str, options: dict[str, Any]) -> Transport:
         from tandem.transport.nixl import NixlOptions, NixlTransport
 
         return NixlTransport(NixlOptions(**options))
+    if name == "cuda_ipc":
+        from tandem.transport.cuda_ipc import CudaIpcTransport
+
+        return CudaIpcTransport(cuda_runtime(**options), device=0)
     from tandem.transport.shm import ShmTransport
 
     return ShmTransport()
+
+
+@cache
+def cuda_runtime(is_fake: bool) -> CudaRuntime:
+    if is_fake:
+        from fake_cuda import FakeCuda
+
+        return FakeCuda()
+    return load_runtime()
+
+
+def fill(slab: Slab, options: dict[str, Any]) -> None:
+    """Every block with its pattern."""
+    num_blocks, block_bytes = slab.shape
+    blocks = np.stack([pattern(block, block_bytes) for block in range(num_blocks)])
+    if isinstance(slab, DeviceSlab):
+        runtime = cuda_runtime(**options)
+        runtime.memcpy(slab.address, blocks.ctypes.data, blocks.nbytes, MEMCPY_DEFAULT)
+    else:
+        slab[:] = blocks
 
 
 def main() -> None:
     name, options, incarnation, *sizes = sys.argv[1:]
     shape = RegionShape(*map(int, sizes))
     region = make_transport(name, json.loads(options)).export(shape, incarnation)
-    for block, row in enumerate(region.slab):
-        row[:] = pattern(block, shape.block_bytes)
+    fill(region.slab, json.loads(options))
     board = LeaseBoard(region.slots, 60.0, lambda: 0.0)
     print(json.dumps(region.endpoint), flush=True)
     for line in sys.stdin:

@@ -12,11 +12,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import pytest
 
-from exporter_process import make_transport, pattern
+from exporter_process import cuda_runtime, fill, make_transport
+from tandem.errors import ConfigError
 from tandem.kv.lease_board import Lease, LeaseBoard
-from tandem.transport.base import Region, RegionShape, Transport
+from tandem.transport.base import Bytes, DeviceSlab, Region, RegionShape, Slab, Transport
+from tandem.transport.cuda_runtime import MEMCPY_DEFAULT, CudaRuntime, load_runtime
 from tandem.transport.in_process import InProcessTransport
 from two_hosts import FAR_ADDRESS, FAR_HOST, NEAR_ADDRESS, on_host
 
@@ -31,10 +34,51 @@ needs_nixl = pytest.mark.skipif(
 )
 
 
+def _why_no_gpu() -> str:
+    try:
+        load_runtime()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(bool(_why_no_gpu()), reason=_why_no_gpu())]
+
+
+class LocalSlab(Protocol):
+    """Where a puller puts blocks; every byte is 255 at first."""
+
+    @property
+    def slab(self) -> Slab: ...
+    def read(self) -> Bytes: ...  # [num_blocks, block_bytes]
+
+
+class HostSlab:
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self.slab = np.full((num_blocks, block_bytes), 255, dtype=np.uint8)
+
+    def read(self) -> Bytes:
+        return self.slab
+
+
+class GpuSlab:
+    def __init__(self, runtime: CudaRuntime, num_blocks: int, block_bytes: int) -> None:
+        self._runtime = runtime
+        address = runtime.malloc(num_blocks * block_bytes)
+        runtime.memset(address, 255, num_blocks * block_bytes)
+        self.slab = DeviceSlab(address, num_blocks, block_bytes, device=0)
+
+    def read(self) -> Bytes:
+        copy = np.empty(self.slab.shape, dtype=np.uint8)
+        self._runtime.memcpy(copy.ctypes.data, self.slab.address, copy.nbytes, MEMCPY_DEFAULT)
+        return copy
+
+
 class Exporter(Protocol):
     transport: Transport
     endpoint: str
 
+    def new_slab(self, num_blocks: int, block_bytes: int) -> LocalSlab: ...
     def grant(self) -> Lease: ...
     def revoke(self, lease: Lease) -> bool: ...
     def collect(self) -> list[tuple[Lease, bool]]: ...
@@ -45,10 +89,12 @@ class InProcessExporter:
     def __init__(self) -> None:
         self.transport: Transport = InProcessTransport()
         self._region: Region = self.transport.export(SHAPE, INCARNATION)
-        for block, row in enumerate(self._region.slab):
-            row[:] = pattern(block, SHAPE.block_bytes)
+        fill(self._region.slab, {})
         self._board = LeaseBoard(self._region.slots, 60.0, lambda: 0.0)
         self.endpoint = self._region.endpoint
+
+    def new_slab(self, num_blocks: int, block_bytes: int) -> LocalSlab:
+        return HostSlab(num_blocks, block_bytes)
 
     def grant(self) -> Lease:
         return self._board.grant()
@@ -86,6 +132,9 @@ class ProcessExporter:
             text=True,
         )
         self.endpoint: str = self._read()
+
+    def new_slab(self, num_blocks: int, block_bytes: int) -> LocalSlab:
+        return HostSlab(num_blocks, block_bytes)
 
     def grant(self) -> Lease:
         return Lease(*self._ask("grant"))
@@ -128,6 +177,23 @@ class ProcessExporter:
 
 def shm_exporter() -> ProcessExporter:
     return ProcessExporter("shm", {}, make_transport("shm", {}))
+
+
+class CudaIpcExporter(ProcessExporter):
+    options = {"is_fake": False}
+
+    def __init__(self, shape: RegionShape = SHAPE, incarnation: str = INCARNATION) -> None:
+        puller = make_transport("cuda_ipc", self.options)
+        super().__init__("cuda_ipc", self.options, puller, shape=shape, incarnation=incarnation)
+
+    def new_slab(self, num_blocks: int, block_bytes: int) -> LocalSlab:
+        return GpuSlab(cuda_runtime(**self.options), num_blocks, block_bytes)
+
+
+class FakeCudaIpcExporter(CudaIpcExporter):
+    """Two processes, no driver."""
+
+    options = {"is_fake": True}
 
 
 @cache

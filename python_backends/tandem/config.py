@@ -46,7 +46,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     role: Role
     device: str = "cpu"  # cpu | cuda (the GPU of the instance)
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
-    transport: str = "shm"  # shm | nixl
+    transport: str = "shm"  # shm | cuda_ipc | nixl
     nixl_backend: Literal["UCX", "LIBFABRIC"] = "UCX"
     block_size: PositiveInt = 16  # tokens per KV block
     kv_cache_mb: PositiveInt = 512  # MiB of the slab of one engine

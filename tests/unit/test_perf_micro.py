@@ -219,8 +219,14 @@ def test_every_stream_of_the_orchestrator_gets_one_token_a_step() -> None:
     assert [{t[4] for t in m["tokens"]} for m in messages] == [{None}, {"length"}]
 
 
-def test_transport(options: MicroOptions) -> None:
-    sizes = transport.TransportSizes({"small": 5000, "larger": 20_000}, pull_bytes=100_000)
+def test_transport(options: MicroOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "TRANSPORTS", ("shm", "elsewhere"))
+    sizes = transport.TransportSizes(
+        {"small": 5000, "larger": 20_000},
+        pull_bytes=100_000,
+        timed_bytes=(1 << 20, 2 << 20),
+        timed_block_bytes=1 << 18,
+    )
     figures = list(transport.measure(options, sizes))
     check(figures, "transport")
     assert [f.what.split(" blocks")[0] for f in figures] == [
@@ -228,7 +234,11 @@ def test_transport(options: MicroOptions) -> None:
         "shm, 20 scattered",
         "shm, 5 contiguous",
         "shm, 5 scattered",
+        "shm, a pull of 1 MiB",
+        "shm, a pull of 2 MiB",
+        "shm, a pull of nothing",
     ]
+    assert [f.unit for f in figures] == ["GB/s"] * 4 + ["ms", "ms", "µs"]
 
 
 # ---- the command -----------------------------------------------------------------------------

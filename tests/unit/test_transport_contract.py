@@ -11,18 +11,22 @@ import pytest
 from exporter_process import pattern
 from tandem.errors import ConfigError, PullFailed
 from tandem.kv.lease_board import LeaseState, check_fence
-from tandem.transport import create_transport
+from tandem.transport import TransportOptions, create_transport
 from tandem.transport.base import Bytes, Peer
 from tandem.transport.in_process import InProcessTransport
 from tandem.transport.shm import ShmTransport
 from transport_exporters import (
     INCARNATION,
     SHAPE,
+    CudaIpcExporter,
     Exporter,
+    FakeCudaIpcExporter,
     FarExporter,
     InProcessExporter,
+    LocalSlab,
     NixlExporter,
     NixlTcpExporter,
+    needs_gpu,
     needs_nixl,
     shm_exporter,
 )
@@ -34,6 +38,8 @@ TIMEOUT_S = 5.0
 EXPORTERS = [
     pytest.param(InProcessExporter, id="in_process"),
     pytest.param(shm_exporter, id="shm"),
+    pytest.param(FakeCudaIpcExporter, id="cuda_ipc_fake"),
+    pytest.param(CudaIpcExporter, id="cuda_ipc", marks=needs_gpu),
     pytest.param(NixlExporter, id="nixl", marks=needs_nixl),
     pytest.param(NixlTcpExporter, id="nixl_tcp", marks=needs_nixl),
 ]
@@ -67,6 +73,12 @@ def peer(exporter: Exporter) -> Iterator[Peer]:
     peer.close()
 
 
+@pytest.fixture
+def target(exporter: Exporter) -> LocalSlab:
+    """Where the blocks go; all 255."""
+    return exporter.new_slab(NUM_LOCAL, SHAPE.block_bytes)
+
+
 def _slab() -> Bytes:
     return np.full((NUM_LOCAL, SHAPE.block_bytes), 255, dtype=np.uint8)
 
@@ -92,14 +104,14 @@ def test_the_peer_knows_the_shape(peer: Peer) -> None:
     ids=str,
 )
 def test_a_pull_moves_exactly_these_blocks(
-    peer: Peer, remote: Sequence[int], local: Sequence[int]
+    peer: Peer, target: LocalSlab, remote: Sequence[int], local: Sequence[int]
 ) -> None:
-    slab = _slab()
-    assert peer.pull(remote, slab, local, TIMEOUT_S) == len(remote) * SHAPE.block_bytes
+    num_bytes = peer.pull(remote, target.slab, local, TIMEOUT_S)
+    assert num_bytes == len(remote) * SHAPE.block_bytes
     expected = _slab()
     for there, here in zip(remote, local, strict=True):
         expected[here] = _pattern(there)
-    np.testing.assert_array_equal(slab, expected)
+    np.testing.assert_array_equal(target.read(), expected)
 
 
 @pytest.mark.parametrize(
@@ -115,18 +127,17 @@ def test_a_pull_moves_exactly_these_blocks(
     ],
 )
 def test_a_pull_out_of_bounds_moves_nothing(
-    peer: Peer, remote: Sequence[int], local: Sequence[int], problem: str
+    peer: Peer, target: LocalSlab, remote: Sequence[int], local: Sequence[int], problem: str
 ) -> None:
-    slab = _slab()
     with pytest.raises(PullFailed, match=problem):
-        peer.pull(remote, slab, local, TIMEOUT_S)
-    assert (slab == 255).all()
+        peer.pull(remote, target.slab, local, TIMEOUT_S)
+    assert (target.read() == 255).all()
 
 
-def test_blocks_of_another_size_are_refused(peer: Peer) -> None:
-    slab = np.zeros((NUM_LOCAL, SHAPE.block_bytes // 2), dtype=np.uint8)
+def test_blocks_of_another_size_are_refused(exporter: Exporter, peer: Peer) -> None:
+    target = exporter.new_slab(NUM_LOCAL, SHAPE.block_bytes // 2)
     with pytest.raises(PullFailed, match="blocks of 5000 bytes, here of 2500"):
-        peer.pull([0], slab, [0], TIMEOUT_S)
+        peer.pull([0], target.slab, [0], TIMEOUT_S)
 
 
 @pytest.mark.parametrize("slot", [-1, 3, 2**40])
@@ -288,5 +299,12 @@ def test_a_copy_that_takes_too_long_is_given_up() -> None:
 
 def test_transports_are_found_by_name() -> None:
     assert isinstance(create_transport("shm"), ShmTransport)
-    with pytest.raises(ConfigError, match="'rdma': known are: shm, nixl"):
+    with pytest.raises(ConfigError, match="'rdma': known are: shm, cuda_ipc, nixl"):
         create_transport("rdma")
+
+
+def test_a_transport_that_cannot_reach_the_slab_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'shm': needs device = cpu, not cuda"):
+        create_transport("shm", TransportOptions(device="cuda:1"))
+    with pytest.raises(ConfigError, match="'cuda_ipc': needs device = cuda, not cpu"):
+        create_transport("cuda_ipc")

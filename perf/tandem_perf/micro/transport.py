@@ -1,42 +1,59 @@
-"""GB/s of a fenced pull from another process, beside a memcpy of as many bytes."""
+"""A fenced pull from another process over every transport of host memory, beside a memcpy."""
 
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import cast
 
 import numpy as np
 
+from tandem.errors import ConfigError
 from tandem.kv.handle import VERSION, KVHandle
 from tandem.kv.layout import KVLayout
 from tandem.kv.lease_board import Lease, LeaseBoard
 from tandem.transport import create_transport
-from tandem.transport.base import RegionShape
+from tandem.transport.base import Bytes, RegionShape, Transport
 from tandem.transport.fenced_pull import FencedPuller
-from tandem_perf.micro.figure import Bound, Figure, MicroOptions, rate_figure
+from tandem.transport.in_process import InProcessTransport
+from tandem_perf.micro.figure import Bound, Figure, MicroOptions, rate_figure, time_figure
 from tandem_perf.micro.timing import Timing, time_repeats
 
-TRANSPORTS = ("shm",)
 LAYOUTS = {
     "SmolLM2-135M float32": KVLayout(30, 3, 64, 16, "float32"),
     "8B model bfloat16": KVLayout(32, 8, 128, 16, "bfloat16"),  # Llama-3.1-8B
 }
+TRANSPORTS = ("shm", "nixl", "nixl over tcp")
 _INCARNATION = "0123456789abcdef"
 _TIMEOUT_S = 60.0
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class TransportSizes:
-    """``pull_bytes``: of one pull, rounded down to whole blocks."""
+    """``pull_bytes``: of a pull whose rate is shown; ``timed_bytes``: of those whose time is, in
+    blocks of ``timed_block_bytes``. All are rounded down to whole blocks.
+    """
 
     block_bytes: dict[str, int]
     pull_bytes: int = 128 << 20  # beyond a last-level cache
+    timed_bytes: tuple[int, ...] = (8 << 20, 64 << 20)
+    timed_block_bytes: int = 2 << 20
+
+
+def make_transport(name: str) -> Transport:
+    if name == "nixl over tcp":
+        from tandem.transport.nixl import NixlOptions, NixlTransport
+
+        return NixlTransport(NixlOptions(ucx={"TLS": "tcp"}))
+    return create_transport(name)
 
 
 def run(options: MicroOptions) -> Iterator[Figure]:
@@ -45,38 +62,91 @@ def run(options: MicroOptions) -> Iterator[Figure]:
 
 
 def measure(options: MicroOptions, sizes: TransportSizes) -> Iterator[Figure]:
-    for transport in TRANSPORTS:
-        for name, block_bytes in sizes.block_bytes.items():
-            num_blocks = sizes.pull_bytes // block_bytes
-            copied = _memcpy(num_blocks * block_bytes, options.repeats)
-            num_gb = num_blocks * block_bytes / 1e9
-            bound = Bound(value=num_gb / copied.best_cpu_s, reason="memcpy in one process")
-            for order, timing in _pulls(transport, num_blocks, block_bytes, options.repeats):
-                what = f"{transport}, {num_blocks} {order} blocks of {block_bytes:,} B ({name})"
-                yield rate_figure("transport", what, "GB/s", timing, num_gb, bound)
+    for name in TRANSPORTS:
+        try:
+            transport = make_transport(name)
+        except ConfigError as error:
+            _log.warning("not measured: %s", error)
+            continue
+        try:
+            for layout, block_bytes in sizes.block_bytes.items():
+                num_blocks = sizes.pull_bytes // block_bytes
+                yield from _rates(name, transport, layout, num_blocks, block_bytes, options.repeats)
+            yield from _times(name, transport, sizes, options.repeats)
+        finally:
+            transport.close()
 
 
-def _pulls(
-    transport_name: str, num_blocks: int, block_bytes: int, repeats: int
-) -> Iterator[tuple[str, Timing]]:
-    """Of all blocks at once: fence, copy, fence, release, as an engine does it."""
+def _rates(
+    name: str, transport: Transport, layout: str, num_blocks: int, block_bytes: int, repeats: int
+) -> Iterator[Figure]:
+    """Of all blocks at once."""
+    copied = _memcpy(num_blocks * block_bytes, repeats)
+    num_gb = num_blocks * block_bytes / 1e9
+    bound = Bound(value=num_gb / copied.best_cpu_s, reason="memcpy in one process")
     ids = list(range(num_blocks))
     orders = {"contiguous": ids, "scattered": random.Random(0).sample(ids, num_blocks)}
-    num_leases = len(orders) * (repeats + 1)  # a lease is pulled once
-    shape = RegionShape(num_blocks, block_bytes, num_slots=num_leases)
-    transport = create_transport(transport_name)
+    num_pulls = len(orders) * (repeats + 1)
+    with _pair(name, transport, num_blocks, block_bytes, num_pulls) as pair:
+        for order, remote in orders.items():
+            timing = pair.time(remote, repeats)
+            what = f"{name}, {num_blocks} {order} blocks of {block_bytes:,} B ({layout})"
+            yield rate_figure("transport", what, "GB/s", timing, num_gb, bound)
+
+
+def _times(
+    name: str, transport: Transport, sizes: TransportSizes, repeats: int
+) -> Iterator[Figure]:
+    """Of pulls of some sizes, and of one of nothing: fences and release, the cost of any pull."""
+    block_bytes = sizes.timed_block_bytes
+    num_blocks = max(sizes.timed_bytes) // block_bytes
+    num_pulls = (len(sizes.timed_bytes) + 1) * (repeats + 1)
+    with _pair(name, transport, num_blocks, block_bytes, num_pulls) as pair:
+        for num_bytes in sizes.timed_bytes:
+            ids = list(range(num_bytes // block_bytes))
+            copied = _memcpy(len(ids) * block_bytes, repeats)
+            bound = Bound(value=copied.best_cpu_s * 1e3, reason="memcpy in one process")
+            timing = pair.time(ids, repeats)
+            what = f"{name}, a pull of {num_bytes / 2**20:g} MiB"
+            yield time_figure("transport", what, "ms", timing, 1e3, bound)
+        within = Bound(value=_within_a_process(repeats).best_cpu_s * 1e6, reason="in one process")
+        timing = pair.time([], repeats)
+        yield time_figure("transport", f"{name}, a pull of nothing", "µs", timing, 1e6, within)
+
+
+@dataclass
+class _Pair:
+    """A puller here, and leases of an exporter in another process."""
+
+    puller: FencedPuller
+    slab: Bytes
+    handles: list[KVHandle]
+
+    def time(self, remote: Sequence[int], repeats: int) -> Timing:
+        """Fence, copy, fence, release, as an engine does it; a lease is pulled once. CPU time is
+        that of this process: NIXL copies in threads of its own.
+        """
+        local = range(len(remote))
+
+        def pull() -> object:
+            return self.puller.pull(self.handles.pop(), remote, local)
+
+        timing = time_repeats(pull, repeats, cpu=time.process_time)
+        assert (self.slab[: len(remote), 0] == np.array(remote) % 251).all(), "wrong bytes"
+        return timing
+
+
+@contextmanager
+def _pair(
+    name: str, transport: Transport, num_blocks: int, block_bytes: int, num_pulls: int
+) -> Iterator[_Pair]:
+    shape = RegionShape(num_blocks, block_bytes, num_slots=num_pulls)
     own = transport.export(shape, "f" * 16)
-    puller = FencedPuller(transport, own.slab, _TIMEOUT_S)
+    slab = cast(Bytes, own.slab)
+    puller = FencedPuller(transport, slab, _TIMEOUT_S)
     try:
-        with _exporter(transport_name, shape) as (endpoint, leases):
-            handles = [_handle(transport_name, endpoint, lease) for lease in leases]
-            for order, remote in orders.items():
-
-                def pull(remote: list[int] = remote) -> object:
-                    return puller.pull(handles.pop(), remote, ids)
-
-                yield order, time_repeats(pull, repeats)
-            assert (own.slab[:, 0] == np.array(orders["scattered"]) % 251).all(), "wrong bytes"
+        with _exporter(name, shape) as (endpoint, leases):
+            yield _Pair(puller, slab, [_handle(name, endpoint, lease) for lease in leases])
     finally:
         puller.close()
         own.close()
@@ -85,11 +155,11 @@ def _pulls(
 
 
 @contextmanager
-def _exporter(transport_name: str, shape: RegionShape) -> Iterator[tuple[str, list[Lease]]]:
+def _exporter(name: str, shape: RegionShape) -> Iterator[tuple[str, list[Lease]]]:
     """Another process with a region of this shape, and all its leases."""
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
-    process = spawn.Process(target=export, args=(transport_name, shape, there), daemon=True)
+    process = spawn.Process(target=export, args=(name, shape, there), daemon=True)
     process.start()
     there.close()
     try:
@@ -99,16 +169,29 @@ def _exporter(transport_name: str, shape: RegionShape) -> Iterator[tuple[str, li
         process.join(_TIMEOUT_S)
 
 
-def export(transport_name: str, shape: RegionShape, parent: Connection) -> None:
+def export(name: str, shape: RegionShape, parent: Connection) -> None:
     """Runs in the other process until the parent closes its end."""
-    region = create_transport(transport_name).export(shape, _INCARNATION)
-    region.slab[:] = (np.arange(shape.num_blocks) % 251).astype(np.uint8)[:, None]
+    transport = make_transport(name)
+    region = transport.export(shape, _INCARNATION)
+    slab = cast(Bytes, region.slab)
+    slab[:] = (np.arange(shape.num_blocks) % 251).astype(np.uint8)[:, None]
     board = LeaseBoard(region.slots, ttl_s=3600.0, clock=time.monotonic)
     parent.send((region.endpoint, [board.grant() for _ in range(shape.num_slots)]))
     try:
         parent.recv()
     except EOFError:
         region.close()
+        transport.close()
+
+
+def _within_a_process(repeats: int) -> Timing:
+    """A pull of nothing without another process."""
+    transport = InProcessTransport()
+    region = transport.export(RegionShape(1, 64, num_slots=repeats + 1), _INCARNATION)
+    board = LeaseBoard(region.slots, ttl_s=3600.0, clock=time.monotonic)
+    handles = [_handle("in_process", region.endpoint, board.grant()) for _ in range(repeats + 1)]
+    puller = FencedPuller(transport, region.slab, _TIMEOUT_S)
+    return time_repeats(lambda: puller.pull(handles.pop(), [], []), repeats)
 
 
 def _handle(transport_name: str, endpoint: str, lease: Lease) -> KVHandle:

@@ -16,7 +16,7 @@ from tandem.engine.model import LoadedModel
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.outbox import Outbox
 from tandem.engine.scheduler import Scheduler
-from tandem.engine.slab import slab_tensor
+from tandem.engine.slab import tensor_of
 from tandem.errors import ConfigError
 from tandem.kv.block_manager import BlockManager
 from tandem.kv.layout import KVLayout
@@ -80,7 +80,7 @@ def build_engine(
         limits=EngineLimits(
             settings.role, settings.block_size, model.limits.vocab_size, settings.max_model_len
         ),
-        runner=ModelRunner(model, slab_tensor(memory.region.slab.data, memory.layout, num_blocks)),
+        runner=ModelRunner(model, tensor_of(memory.region.slab, memory.layout)),
         blocks=blocks,
         scheduler=Scheduler(
             blocks,

@@ -57,7 +57,7 @@ def _serve(config: EngineConfig, started_s: float) -> None:
 
     _log.info("loading %s", deployment.model)
     model = load_model(deployment.model, settings.dtype, config.device)
-    options = TransportOptions(deployment.kv_host, settings.nixl_backend)
+    options = TransportOptions(config.device, deployment.kv_host, settings.nixl_backend)
     transport = create_transport(settings.transport, options)
     memory = export_memory(settings, model, transport)
     fingerprint = model_fingerprint(deployment.model, memory.layout)

@@ -24,6 +24,30 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
+class DeviceSlab:
+    """All blocks in the memory of one GPU; torch makes a tensor of it without a copy."""
+
+    address: int
+    num_blocks: int
+    block_bytes: int
+    device: int  # ordinal in this process
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.num_blocks, self.block_bytes
+
+    def __len__(self) -> int:
+        return self.num_blocks
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        data = (self.address, False)
+        return {"shape": self.shape, "typestr": "|u1", "data": data, "version": 3}
+
+
+Slab = Bytes | DeviceSlab  # [num_blocks, block_bytes]
+
+@dataclass(frozen=True)
 class RegionShape:
     """Sizes of a region: the lease board, then the slab on a page boundary."""
 
@@ -52,7 +76,7 @@ class Region(Protocol):
     """An exported slab and its lease board; lives as long as the engine."""
 
     @property
-    def slab(self) -> Bytes: ...  # [num_blocks, block_bytes]
+    def slab(self) -> Slab: ...
     @property
     def slots(self) -> npt.NDArray[np.void]: ...  # [num_slots] of SLOT_DTYPE
     @property
@@ -69,7 +93,7 @@ class Peer(Protocol):
     def is_alive(self) -> bool: ...
     def read_slot(self, slot: int) -> Slot: ...
     def pull(
-        self, remote: Sequence[int], slab: Bytes, local: Sequence[int], timeout_s: float
+        self, remote: Sequence[int], slab: Slab, local: Sequence[int], timeout_s: float
     ) -> int:
         """Copies remote blocks into ``slab`` blocks pairwise; returns the bytes moved. After a
         ``PullTimedOut`` they may still be written to until its ``settled`` is done.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tandem.errors import PullFailed
 from tandem.kv.handle import KVHandle
 from tandem.kv.lease_board import check_fence
-from tandem.transport.base import Bytes, Peer, Transport
+from tandem.transport.base import Peer, Slab, Transport
 
 
 class PullResult(NamedTuple):
@@ -25,7 +25,7 @@ class FencedPuller:
     An engine that does not answer delays nobody but its own pulls.
     """
 
-    def __init__(self, transport: Transport, slab: Bytes, timeout_s: float) -> None:
+    def __init__(self, transport: Transport, slab: Slab, timeout_s: float) -> None:
         self._transport = transport
         self._slab = slab
         self._timeout_s = timeout_s

@@ -12,7 +12,7 @@ import numpy as np
 
 from tandem.errors import PullFailed, PullTimedOut
 from tandem.kv.lease_board import Slot
-from tandem.transport.base import Bytes, RegionShape
+from tandem.transport.base import Bytes, RegionShape, Slab
 from tandem.transport.region import RegionView, check_pull, read_header, write_header
 
 
@@ -86,9 +86,10 @@ class InProcessPeer:
         return self._view.read_slot(slot)
 
     def pull(
-        self, remote: Sequence[int], slab: Bytes, local: Sequence[int], timeout_s: float
+        self, remote: Sequence[int], slab: Slab, local: Sequence[int], timeout_s: float
     ) -> int:
         faults = self._transport.faults
+        assert isinstance(slab, np.ndarray)
         check_pull(self.shape, remote, slab, local)
         if faults.is_cut:
             raise PullFailed("the link is cut")

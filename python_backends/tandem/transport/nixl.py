@@ -17,7 +17,7 @@ import numpy as np
 
 from tandem.errors import PullFailed, PullTimedOut
 from tandem.kv.lease_board import SLOT_DTYPE, Slot
-from tandem.transport.base import Bytes, RegionShape
+from tandem.transport.base import Bytes, RegionShape, Slab
 from tandem.transport.introduction import VERSION, Acquaintance, Introduction, IntroductionServer
 from tandem.transport.network import interface_of
 from tandem.transport.nixl_agent import Descriptors, NixlAgent, Op
@@ -165,11 +165,12 @@ class NixlPeer:
         return Slot(int(values["generation"]), int(values["state"]), int(values[_RELEASED]))
 
     def pull(
-        self, remote: Sequence[int], slab: Bytes, local: Sequence[int], timeout_s: float
+        self, remote: Sequence[int], slab: Slab, local: Sequence[int], timeout_s: float
     ) -> int:
         """Raises ``PullTimedOut`` after ``timeout_s``; the local blocks then stay in danger until
         its ``settled`` is done.
         """
+        assert isinstance(slab, np.ndarray)
         check_pull(self.shape, remote, slab, local)
         if not remote:
             return 0

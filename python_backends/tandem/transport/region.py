@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tandem.errors import PullFailed
 from tandem.kv.lease_board import SLOT_DTYPE, Slot
-from tandem.transport.base import Bytes, RegionShape
+from tandem.transport.base import Bytes, RegionShape, Slab
 
 _MAGIC = b"TANDEMKV"
 _MADV_POPULATE_WRITE = 23  # not in Python's mmap yet
@@ -60,7 +60,7 @@ def read_header(header: bytes, incarnation: str) -> RegionShape:
     return RegionShape(num_blocks=num_blocks, block_bytes=block_bytes, num_slots=num_slots)
 
 
-def check_pull(peer: RegionShape, remote: Sequence[int], slab: Bytes, local: Sequence[int]) -> None:
+def check_pull(peer: RegionShape, remote: Sequence[int], slab: Slab, local: Sequence[int]) -> None:
     """Bounds of both sides, before the first byte moves."""
     if len(remote) != len(local):
         raise PullFailed(f"{len(remote)} remote blocks for {len(local)} local ones")

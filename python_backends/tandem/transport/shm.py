@@ -17,7 +17,7 @@ import numpy as np
 
 from tandem.errors import PullFailed
 from tandem.kv.lease_board import Slot
-from tandem.transport.base import Bytes, RegionShape
+from tandem.transport.base import RegionShape, Slab
 from tandem.transport.region import (
     RegionView,
     check_pull,
@@ -92,8 +92,9 @@ class ShmPeer:
         return self._view.read_slot(slot)
 
     def pull(
-        self, remote: Sequence[int], slab: Bytes, local: Sequence[int], timeout_s: float
+        self, remote: Sequence[int], slab: Slab, local: Sequence[int], timeout_s: float
     ) -> int:
+        assert isinstance(slab, np.ndarray)
         check_pull(self.shape, remote, slab, local)
         deadline = time.monotonic() + timeout_s
         for remote_start, local_start, count in contiguous_runs(remote, local):
