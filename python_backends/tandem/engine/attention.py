@@ -19,6 +19,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from tandem.engine.batch import Batch, SequenceSlice
+from tandem.engine.kernels.native import NativeAttention, NativeOperations
 from tandem.errors import EngineFault
 
 ATTENTION_NAME = "tandem_paged"
@@ -61,10 +62,12 @@ class PagedAttention:
     """Keeps keys and values in the slab and computes attention over block tables.
 
     Each sequence is computed by itself, so its result does not depend on the rest of the batch.
-    Owned by the thread that runs the model: ``start`` a step, then run all layers of it.
+    The compiled kernels read the blocks where they lie; what they do not take is gathered for
+    torch's attention. Owned by the thread that runs the model: ``start`` a step, then run all
+    layers of it.
     """
 
-    def __init__(self, slab: torch.Tensor) -> None:
+    def __init__(self, slab: torch.Tensor, operations: NativeOperations | None = None) -> None:
         num_blocks, num_layers, _, block_size, num_kv_heads, head_dim = slab.shape
         assert slab.is_contiguous()
         self._device = slab.device
@@ -76,20 +79,25 @@ class PagedAttention:
         tokens = slab.view(-1, num_kv_heads, head_dim)
         self._row_views = [rows[row:] for row in range(self._stride)]
         self._token_views = [tokens[row * block_size :] for row in range(self._stride)]
-        self._sequences: list[SequenceSlice] = []
-        self._spans: list[slice] = []  # packed rows of each sequence
+        self._native = None if operations is None else NativeAttention(operations, slab)
         self._masks: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def start(self, batch: Batch) -> None:
         """Prepare the index tensors of one step; they are the same in every layer."""
         size, stride = self._block_size, self._stride
-        starts = batch.cu_seqlens
-        self._sequences = batch.sequences
-        self._spans = [slice(a, b) for a, b in zip(starts, starts[1:], strict=False)]
         self._masks = {}
         slots = [slot // size * size * stride + slot % size for slot in batch.slot_mapping]
         self._slots = device_tensor(slots, self._device)  # [num_tokens] into a token view
-        tables = [_blocks_to_read(s, size) for s in batch.sequences]
+        native: list[tuple[SequenceSlice, int]] = []
+        gathered: list[tuple[SequenceSlice, int]] = []
+        for part in zip(batch.sequences, batch.cu_seqlens, strict=False):
+            (native if self._is_native(part[0]) else gathered).append(part)
+        self._has_native = bool(native)
+        if self._native is not None and native:
+            self._native.start([s for s, _ in native], [start for _, start in native])
+        self._gathered = [s for s, _ in gathered]
+        self._spans = [slice(start, start + s.query_len) for s, start in gathered]  # packed rows
+        tables = [_blocks_to_read(s, size) for s in self._gathered]
         rows = device_tensor([block * stride for table in tables for block in table], self._device)
         self._tables = rows.split([len(table) for table in tables])  # each into a row view
 
@@ -105,29 +113,58 @@ class PagedAttention:
         softcap: float | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        layer = cast(int, module.layer_idx)
-        query = query[0].transpose(0, 1)  # [num_tokens, num_heads, head_dim]
-        key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        self._token_views[2 * layer].index_copy_(0, self._slots, key)
-        self._token_views[2 * layer + 1].index_copy_(0, self._slots, value)
+        output = self.attend(
+            cast(int, module.layer_idx),
+            query[0].transpose(0, 1),
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            query.shape[-1] ** -0.5 if scaling is None else scaling,
+            sliding_window,
+            softcap,
+        )
+        return output.unsqueeze(0)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+        key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+        value: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+        scaling: float,
+        window: int | None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """[num_tokens, num_heads, head_dim], contiguous; keeps ``key`` and ``value``."""
+        if self._native is not None:
+            self._native.store(layer, self._slots, key, value)
+        else:
+            self._token_views[2 * layer].index_copy_(0, self._slots, key)
+            self._token_views[2 * layer + 1].index_copy_(0, self._slots, value)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        for index, (sequence, span) in enumerate(zip(self._sequences, self._spans, strict=True)):
+        if self._native is not None and self._has_native:
+            self._native.attend(layer, output, query, scaling, window, softcap)
+        for index, (sequence, span) in enumerate(zip(self._gathered, self._spans, strict=True)):
             if sequence.is_whole_prompt:
                 keys, values = key[span], value[span]
             else:
-                first = _first_key(sequence, sliding_window)
+                first = _first_key(sequence, window)
                 keys = self._gather(2 * layer, index, first)
                 values = self._gather(2 * layer + 1, index, first)
-            mask = self._mask(sequence.query_len, len(keys), sliding_window, softcap, query.dtype)
+            mask = self._mask(sequence.query_len, len(keys), window, softcap, query.dtype)
             output[span] = _attend(query[span], keys, values, mask, scaling, softcap)
-        return output.unsqueeze(0)
+        return output
+
+    def _is_native(self, sequence: SequenceSlice) -> bool:
+        if self._native is None:
+            return False
+        return sequence.query_len == 1 or self._native.is_fast_for_prefill
 
     def _gather(self, row: int, index: int, first: int) -> torch.Tensor:
         """[num_keys, num_kv_heads, head_dim]: keys or values from token ``first`` to the last."""
         skipped = first // self._block_size
         blocks = self._row_views[row].index_select(0, self._tables[index][skipped:])
         start = skipped * self._block_size
-        end = self._sequences[index].context_len
+        end = self._gathered[index].context_len
         return blocks.flatten(0, 1)[first - start : end - start]
 
     def _mask(
@@ -185,7 +222,7 @@ def _attend(
     key: torch.Tensor,  # [num_keys, num_kv_heads, head_dim]
     value: torch.Tensor,  # [num_keys, num_kv_heads, head_dim]
     mask: torch.Tensor | None,  # [num_queries, num_keys], added to the scores
-    scaling: float | None,
+    scaling: float,
     softcap: float | None,
 ) -> torch.Tensor:
     """[num_queries, num_heads, head_dim]. KV heads take SDPA's batch dimension, so that the query
@@ -220,13 +257,12 @@ def _attend_softcapped(
     key: torch.Tensor,  # [num_kv_heads, num_keys, head_dim]
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    scaling: float | None,
+    scaling: float,
     softcap: float,
 ) -> torch.Tensor:
     """``softcap * tanh(scores / softcap)`` before the softmax (Gemma 2, arXiv 2408.00118)."""
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rows = query.flatten(1, 2)  # [num_kv_heads, group * num_queries, head_dim]
-    scores = torch.matmul(rows, key.transpose(1, 2)) * scale
+    scores = torch.matmul(rows, key.transpose(1, 2)) * scaling
     scores = (torch.tanh(scores / softcap) * softcap).view(*query.shape[:3], -1)
     if mask is not None:
         scores = scores + mask

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,21 +12,34 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tandem.engine.attention import ATTENTION_NAME
+from tandem.engine.attention import ATTENTION_NAME, PagedAttention
+from tandem.engine.batch import Batch, SequenceSlice
+from tandem.engine.decoder import AttentionOptions, Decoder, has_lean_decoder
+from tandem.engine.kernels.native import NativeOperations, native_operations
+from tandem.engine.kernels.operations import TorchOperations
 from tandem.engine.model_config import ModelLimits, model_limits, weight_files
 from tandem.engine.packed_linear import pack_linears
-from tandem.engine.slab import TORCH_DTYPES
+from tandem.engine.slab import TORCH_DTYPES, empty_slab
 from tandem.errors import ConfigError, EngineFault
 from tandem.kv.layout import KVLayout
 
+# Of the largest logit: rounding in another order; a layer built otherwise is off by a multiple.
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16"}  # without them bf16 GEMM is 9x slower than fp32
+
+
+# Token ids, positions, rows to compute the logits of, attention → logits [num_rows, vocab_size].
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PagedAttention], torch.Tensor]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class LoadedModel:
     """A model ready to run, and the shape of its keys and values."""
 
-    causal_lm: nn.Module
+    forward: Forward
+    native: NativeOperations | None  # None: torch computes what lies between the products
     device: torch.device
     dtype_name: str
     num_layers: int
@@ -52,6 +67,31 @@ def load_model(model_dir: str | Path, dtype_name: str, device: str) -> LoadedMod
         raise ConfigError(f"{model_dir}: {error}") from error
     _refuse_unsuitable(config)
     dtype_name = resolve_dtype(dtype_name, device, getattr(config, "dtype", None))
+    causal_lm = _load_weights(model_dir, config, dtype_name, device)
+    layers = _probe(causal_lm, config, device)
+    native = native_operations(causal_lm.device, TORCH_DTYPES[dtype_name])
+    forward = None
+    if has_lean_decoder(config):
+        forward = _lean_forward(causal_lm, layers, native)
+        if forward is None:  # the weights were taken apart
+            causal_lm = _load_weights(model_dir, config, dtype_name, device)
+    if forward is None:
+        if causal_lm.device.type == "cpu":
+            pack_linears(causal_lm)
+        forward = _transformers_forward(causal_lm)
+    return LoadedModel(
+        forward=forward,
+        native=native,
+        device=causal_lm.device,
+        dtype_name=dtype_name,
+        num_layers=len(layers),
+        num_kv_heads=layers[0].num_kv_heads,
+        head_dim=layers[0].head_dim,
+        limits=limits,
+    )
+
+
+def _load_weights(model_dir: str | Path, config: Any, dtype_name: str, device: str) -> Any:
     try:
         causal_lm = AutoModelForCausalLM.from_pretrained(
             model_dir,
@@ -67,19 +107,75 @@ def load_model(model_dir: str | Path, dtype_name: str, device: str) -> LoadedMod
         raise ConfigError(
             f"{type(causal_lm).__name__} does not use transformers' AttentionInterface"
         )
-    causal_lm.eval().requires_grad_(False).to(device)
-    shape = _probe(causal_lm, config, device)
-    if causal_lm.device.type == "cpu":
-        pack_linears(causal_lm)
-    return LoadedModel(
-        causal_lm=causal_lm,
-        device=causal_lm.device,
-        dtype_name=dtype_name,
-        num_layers=len(shape),
-        num_kv_heads=shape[0].num_kv_heads,
-        head_dim=shape[0].head_dim,
-        limits=limits,
-    )
+    return causal_lm.eval().requires_grad_(False).to(device)
+
+
+def _transformers_forward(causal_lm: Any) -> Forward:
+    def forward(
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        sample_rows: torch.Tensor,
+        attention: PagedAttention,
+    ) -> torch.Tensor:
+        output = causal_lm(
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=sample_rows,
+            paged_attention=attention,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    return forward
+
+
+def _lean_forward(
+    causal_lm: Any, layers: list[_LayerProbe], native: NativeOperations | None
+) -> Forward | None:
+    """The lean decoder, if it computes what transformers does; the weights are its own then."""
+    expected = _first_logits(_transformers_forward(causal_lm), causal_lm, layers[0], None)
+    options = [layer.options for layer in layers]
+    decoder = Decoder(causal_lm, options, native or TorchOperations())
+    logits = _first_logits(decoder.forward, causal_lm, layers[0], native)
+    difference = ((logits - expected).abs().max() / expected.abs().max()).item()
+    if difference > _TOLERANCE[causal_lm.dtype]:
+        _log.warning(
+            "%s: the lean decoder is %.1g off, transformers' modules run instead",
+            type(causal_lm).__name__,
+            difference,
+        )
+        return None
+    _log.info("lean decoder, %s kernels", "native" if native else "torch")
+    return decoder.forward
+
+
+@torch.inference_mode()
+def _first_logits(
+    forward: Forward, causal_lm: Any, shape: _LayerProbe, native: NativeOperations | None
+) -> torch.Tensor:
+    """Float logits of a prompt that is longer than a block, then of one more token."""
+    num_layers = causal_lm.config.num_hidden_layers
+    layout = KVLayout(num_layers, shape.num_kv_heads, shape.head_dim, 16, _name(causal_lm.dtype))
+    attention = PagedAttention(empty_slab(layout, 2, causal_lm.device), native)
+    tokens = list(range(1, 22))
+    logits = []
+    for start, end in ((0, 20), (20, 21)):
+        positions = list(range(start, end))
+        batch = Batch(
+            token_ids=tokens[start:end],
+            positions=positions,
+            slot_mapping=positions,
+            sequences=[SequenceSlice(end - start, end, [0, 1])],
+            sample_rows=[end - start - 1],
+        )
+        attention.start(batch)
+        ids, at, rows = (
+            torch.tensor(values, device=causal_lm.device)
+            for values in (batch.token_ids, batch.positions, batch.sample_rows)
+        )
+        logits.append(forward(ids, at, rows, attention).float())
+    return torch.cat(logits)
 
 
 def resolve_dtype(dtype_name: str, device: str, checkpoint_dtype: torch.dtype | None) -> str:
@@ -90,8 +186,11 @@ def resolve_dtype(dtype_name: str, device: str, checkpoint_dtype: torch.dtype | 
         raise ConfigError(f"dtype {dtype_name!r}: not one of auto, {', '.join(TORCH_DTYPES)}")
     if device == "cpu":
         return "bfloat16" if _BF16_FLAGS & _cpu_flags() else "float32"
-    names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-    return names.get(checkpoint_dtype or torch.float32, "float32")
+    return _name(checkpoint_dtype or torch.float32)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return next((name for name, kind in TORCH_DTYPES.items() if kind == dtype), "float32")
 
 
 def _cpu_flags() -> set[str]:
@@ -123,9 +222,12 @@ def _layer_types(config: Any) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _LayerShape:
+class _LayerProbe:
+    """What one layer asks of its attention."""
+
     num_kv_heads: int
     head_dim: int
+    options: AttentionOptions
 
 
 @dataclass
@@ -133,7 +235,7 @@ class _Probe:
     """An attention state that computes nothing and notes what each layer asks for."""
 
     layer_types: list[str]
-    shapes: dict[int, _LayerShape] = field(default_factory=dict)
+    layers: dict[int, _LayerProbe] = field(default_factory=dict)
 
     def __call__(
         self,
@@ -159,12 +261,20 @@ class _Probe:
         is_sliding = self.layer_types[layer : layer + 1] == ["sliding_attention"]
         if is_sliding and options.get("sliding_window") is None:
             raise ConfigError(f"{name}: slides over a window that it does not name")
-        self.shapes[layer] = _LayerShape(key.shape[1], key.shape[3])
+        scaling = options.get("scaling")
+        self.layers[layer] = _LayerProbe(
+            key.shape[1],
+            key.shape[3],
+            AttentionOptions(
+                query.shape[-1] ** -0.5 if scaling is None else scaling,
+                options.get("sliding_window"),
+            ),
+        )
         return torch.zeros_like(query).transpose(1, 2).contiguous()
 
 
-def _probe(causal_lm: nn.Module, config: Any, device: str) -> list[_LayerShape]:
-    """The KV shape of every layer, from one pass over three tokens.
+def _probe(causal_lm: nn.Module, config: Any, device: str) -> list[_LayerProbe]:
+    """What every layer asks of its attention, from one pass over three tokens.
 
     Raises ConfigError if a layer needs more than ``PagedAttention`` does, or if they differ.
     """
@@ -176,10 +286,10 @@ def _probe(causal_lm: nn.Module, config: Any, device: str) -> list[_LayerShape]:
     except EngineFault as error:
         raise ConfigError(str(error)) from error
     num_layers = config.get_text_config().num_hidden_layers
-    if sorted(probe.shapes) != list(range(num_layers)):
+    if sorted(probe.layers) != list(range(num_layers)):
         raise ConfigError(
-            f"{type(causal_lm).__name__}: {len(probe.shapes)} of {num_layers} layers use attention"
+            f"{type(causal_lm).__name__}: {len(probe.layers)} of {num_layers} layers use attention"
         )
-    if len(set(probe.shapes.values())) != 1:
+    if len({(layer.num_kv_heads, layer.head_dim) for layer in probe.layers.values()}) != 1:
         raise ConfigError(f"{type(causal_lm).__name__}: KV heads differ from layer to layer")
-    return [probe.shapes[layer] for layer in range(num_layers)]
+    return [probe.layers[layer] for layer in range(num_layers)]

@@ -15,7 +15,7 @@ class ModelRunner:
     def __init__(self, model: LoadedModel, slab: torch.Tensor) -> None:
         assert slab.device == model.device
         self._model = model
-        self._attention = PagedAttention(slab)
+        self._attention = PagedAttention(slab, model.native)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -26,12 +26,10 @@ class ModelRunner:
         """
         device = self._model.device
         self._attention.start(batch)
-        output = self._model.causal_lm(
-            input_ids=device_tensor(batch.token_ids, device)[None],
-            position_ids=device_tensor(batch.positions, device)[None],
-            use_cache=False,
-            logits_to_keep=device_tensor(batch.sample_rows, device),
-            paged_attention=self._attention,
+        logits = self._model.forward(
+            device_tensor(batch.token_ids, device),
+            device_tensor(batch.positions, device),
+            device_tensor(batch.sample_rows, device),
+            self._attention,
         )
-        logits: torch.Tensor = output.logits[0]
         return logits.float()
