@@ -436,19 +436,38 @@ inline void soften(Scratch& scratch, Tile& tile, float* sums, int64_t dim, int64
     tile.total = _mm512_add_ps(totals[0], totals[1]);
 }
 
+// Asks for the keys and values of up to 32 tokens from start, to have them when they are needed.
+inline void prefetch(const Cache<bf16>& cache, const int64_t* table, int64_t kv_head, int64_t start,
+                     int64_t end) {
+    for (int64_t half = start; half < std::min(start + 2 * kTile, end); half += kTile) {
+        const int64_t offset = cache.offset(table, half, kv_head);
+        for (int64_t i = 0; i < kTile; i++) {
+            const int64_t row = offset + i * cache.num_kv_heads * cache.head_dim;
+            for (int64_t d = 0; d < cache.head_dim; d += 32) {
+                _mm_prefetch(reinterpret_cast<const char*>(cache.keys + row + d), _MM_HINT_T0);
+                _mm_prefetch(reinterpret_cast<const char*>(cache.values + row + d), _MM_HINT_T0);
+            }
+        }
+    }
+}
+
 // values[dim, key] of the keys start .. start + count; zeros up to a multiple of 32, because what
-// lies behind the last token may be no number.
+// lies behind the last token may be no number. The sequence goes on up to end.
 inline void transpose_values(Scratch& scratch, const Cache<bf16>& cache, const int64_t* table,
-                             int64_t kv_head, int64_t start, int64_t count) {
+                             int64_t kv_head, int64_t start, int64_t count, int64_t end) {
+    alignas(64) static const bf16 zeros[256] = {};
+    const int64_t row = cache.num_kv_heads * cache.head_dim;
     for (int64_t key = 0; key < count; key += 2 * kTile) {
+        prefetch(cache, table, kv_head, start + key + 2 * kTile, end);
         const bf16* rows[2 * kTile];
-        for (int64_t i = 0; i < 2 * kTile; i++)
-            rows[i] = key + i < count
-                          ? cache.values + cache.offset(table, start + key + i, kv_head)
-                          : nullptr;
+        std::fill_n(rows, 2 * kTile, zeros);
+        for (int64_t half = key; half < std::min(key + 2 * kTile, count); half += kTile) {
+            const bf16* first = cache.values + cache.offset(table, start + half, kv_head);
+            for (int64_t i = 0; i < std::min(kTile, count - half); i++)
+                rows[half - key + i] = first + i * row;
+        }
         for (int64_t dim = 0; dim < cache.head_dim; dim += kTile) {
             auto load = [&](int64_t i) {
-                if (!rows[i]) return _mm512_setzero_si512();
                 return _mm512_cvtepu16_epi32(
                     _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i] + dim)));
             };
@@ -526,7 +545,7 @@ inline void attend_unit(bf16* out, const bf16* query, const Cache<bf16>& cache, 
         const int64_t count = std::min(kChunk, end - start);
         const bool is_masked = start + count > first_position + 1 || unit.num_rows % kTile ||
                                step.first_key(last_position) > start;
-        transpose_values(scratch, cache, table, unit.kv_head, start, count);
+        transpose_values(scratch, cache, table, unit.kv_head, start, count, end);
         for (int64_t t = 0; t < num_tiles; t++) {
             Tile& tile = scratch.tiles[t];
             float* sums = scratch.sums + t * dim * kTile;
