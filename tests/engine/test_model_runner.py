@@ -14,6 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, T5Config
 
+from tandem.engine import decoder as decoder_module
+from tandem.engine import model as model_module
 from tandem.engine.batch import Batch, SequenceSlice
 from tandem.engine.model import LoadedModel, load_model, resolve_dtype
 from tandem.engine.model_config import model_fingerprint, model_limits
@@ -259,6 +261,33 @@ def test_linear_layers_of_a_cpu_model_are_packed():
     for shape in ((1, 1, 48), (7, 48), (0, 48)):
         rows = torch.randn(shape)
         torch.testing.assert_close(model[0](rows), linear(rows), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ("llama", "qwen3", "mistral", "gemma2"))
+def test_without_native_kernels_torch_computes_the_same(family, directory, oracle, monkeypatch):
+    monkeypatch.setattr(model_module, "native_operations", lambda device, dtype: None)
+    model = load_model(directory(family), "float32", "cpu")
+    assert model.native is None
+    prompt = prompt_of(3 * CHUNK + 1)
+    tokens = Harness(model).generate(prompt, 12, chunk=CHUNK)
+    assert tokens == expected_tokens(oracle(family), prompt, 12)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_lean_decoder_runs_what_is_built_like_llama(family, directory, caplog):
+    with caplog.at_level("INFO"):
+        load_model(directory(family), "float32", "cpu")
+    assert ("lean decoder, native" in caplog.text) == (family in ("llama", "qwen3", "mistral"))
+
+
+def test_a_decoder_that_computes_something_else_is_not_used(directory, oracle, monkeypatch, caplog):
+    """As if transformers changed a layer: the check at the start sees it."""
+    norm = decoder_module._norm
+    monkeypatch.setattr(decoder_module, "_norm", lambda m: norm(m)._replace(eps=0.5))
+    model = load_model(directory("llama"), "float32", "cpu")
+    assert "transformers' modules run instead" in caplog.text
+    prompt = prompt_of(20)
+    assert Harness(model).generate(prompt, 8) == expected_tokens(oracle("llama"), prompt, 8)
 
 
 def test_shape_of_the_cache_comes_from_the_model(loaded):
