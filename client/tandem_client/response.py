@@ -14,6 +14,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where the time went, as the server measured it. Fields it did not send are None or 0.
 
     ``path`` is "remote" (a prefill worker computed the KV cache) or "local" (the decode worker).
+    ``transport`` moved the cache.
     """
 
     path: str | None = None
@@ -26,6 +27,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ttft_ms: float | None = None
     cached_tokens: int = 0
     kv_bytes: int = 0
+    transport: str | None = None
     retries: int = 0
 
 

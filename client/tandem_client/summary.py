@@ -24,7 +24,8 @@ def summary_line(completion: Completion) -> str:
     if timings.kv_bytes:
         moved = f"{_size(timings.kv_bytes)} KV"
         took = timings.transfer_ms
-        parts.append(moved if took is None else f"{moved} in {took:.1f} ms")
+        moved += "" if took is None else f" in {took:.1f} ms"
+        parts.append(f"{moved} by {timings.transport}" if timings.transport else moved)
     if timings.cached_tokens:
         parts.append(f"{timings.cached_tokens} cached")
     if timings.retries:

@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from tandem.types import Role
+from tandem.types import TRANSPORTS, Role
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -33,7 +33,7 @@ ORCHESTRATOR_FAMILIES = (
     Family("tandem_itl_seconds", "histogram", "Gap between two tokens of one request"),
     Family("tandem_queue_seconds", "histogram", "Wait for a pool", "role", tuple(Role)),
     Family("tandem_prefill_seconds", "histogram", "Prefill compute", "path", ("remote", "local")),
-    Family("tandem_transfer_seconds", "histogram", "KV pull of one request"),
+    Family("tandem_transfer_seconds", "histogram", "KV pull of a request", "transport", TRANSPORTS),
     Family("tandem_decode_seconds", "histogram", "First token to last token"),
     Family("tandem_prompt_tokens_total", "counter", "Prompt tokens of accepted requests"),
     Family("tandem_cached_tokens_total", "counter", "Prompt tokens found in a prefix cache"),

@@ -8,6 +8,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+TRANSPORTS = ("shm", "cuda_ipc", "nixl")  # names of what moves KV between engines
+
 
 class Role(StrEnum):
     """What a worker is given to do. Any engine can do both phases."""

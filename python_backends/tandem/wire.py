@@ -69,6 +69,7 @@ class Admitted(msgspec.Struct, frozen=True, kw_only=True):
     pulled_bytes: int = 0
     queue_s: float = 0.0
     pull_s: float = 0.0
+    transport: str = ""  # that moved the blocks
 
 
 class SequenceFailed(msgspec.Struct, frozen=True, kw_only=True):

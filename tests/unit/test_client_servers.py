@@ -32,6 +32,7 @@ TIMINGS = {
     "decode_ms": 437.0,
     "transfer_ms": 0.8,
     "kv_bytes": 1_200_000,
+    "transport": "shm",
 }
 PATIENCE_S = 5.0  # only a failing test waits this long
 

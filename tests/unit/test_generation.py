@@ -320,6 +320,7 @@ def test_the_timings_of_a_remote_request(tokenizer: Tokenizer) -> None:
             num_pulled_blocks=2,
             pulled_bytes=4096,
             pull_s=0.03125,
+            transport="nixl",
         )
     )
     run.clock.now_s += 1.5
@@ -336,6 +337,7 @@ def test_the_timings_of_a_remote_request(tokenizer: Tokenizer) -> None:
         "decode_ms": 1500.0,
         "cached_tokens": 16,
         "kv_bytes": 4096,
+        "transport": "nixl",
         "retries": 0,
     }
     counters, _, observations = run.metrics.drain()
@@ -345,7 +347,7 @@ def test_the_timings_of_a_remote_request(tokenizer: Tokenizer) -> None:
     observed = dict(observations)
     assert observed[Key("tandem_ttft_seconds")] == 0.25
     assert observed[Key("tandem_itl_seconds")] == 1.5
-    assert observed[Key("tandem_transfer_seconds")] == 0.03125
+    assert observed[Key("tandem_transfer_seconds", "nixl")] == 0.03125
     assert observed[Key("tandem_prefill_seconds", "remote")] == 0.0625
     assert observed[Key("tandem_queue_seconds", "prefill")] == 0.125
 

@@ -139,6 +139,7 @@ class Engine:
                     pulled_bytes=done.result.num_bytes,
                     queue_s=sequence.scheduled_s - sequence.arrived_s,
                     pull_s=done.result.seconds,
+                    transport=sequence.handle.transport,
                 ),
             )
 

@@ -30,6 +30,7 @@ class Timings:
     decode_s: float = 0.0
     cached_tokens: int = 0
     kv_bytes: int = 0
+    transport: str = ""
     retries: int = 0
 
     def as_json(self) -> dict[str, str | int | float]:
@@ -78,8 +79,9 @@ class Generation:
         if self.timings.path == "remote":
             self.timings.transfer_s = reply.pull_s
             self.timings.kv_bytes += reply.pulled_bytes
+            self.timings.transport = reply.transport
             self.metrics.observe("tandem_queue_seconds", reply.queue_s, "decode")
-            self.metrics.observe("tandem_transfer_seconds", reply.pull_s)
+            self.metrics.observe("tandem_transfer_seconds", reply.pull_s, reply.transport)
 
     def take(self, event: TokenEvent) -> None:
         """The next token. A repeated one is dropped, a gap is a fault: never shown either way."""
