@@ -62,6 +62,7 @@ class SimulatedEngine:
         max_tokens: int = 4,
         output: tuple[int, ...] = (),
         is_pulled: bool = False,
+        cache_salt: str = "",
     ) -> Sequence:
         """A prompt of its own tokens where only its length is given."""
         self.num_added += 1
@@ -73,6 +74,7 @@ class SimulatedEngine:
             prompt_ids=tuple(prompt),
             output_ids=output,
             sampling=SamplingParams(max_tokens=max_tokens),
+            cache_salt=cache_salt,
         )
         handle = _handle(len(prompt) + len(output) - 1) if is_pulled else None
         sequence = Sequence(self.num_added, spec, arrived_s=self.now_s, handle=handle)

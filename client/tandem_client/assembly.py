@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole answer. ``finish_reason`` is "stop" or "length".
+    """A whole answer. ``finish_reason`` is "stop", "length" or "timeout".
 
     ``output_ids`` and ``logprobs`` (one per output token) are None unless asked for.
     """

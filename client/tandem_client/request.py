@@ -33,6 +33,9 @@ class GenerateParams(TypedDict, total=False):
     ignore_eos: bool | None
     logprobs: int | None
     n: int | None
+    priority: int | None
+    timeout: int | None  # µs, at the server; the client's own is an argument of the client
+    cache_salt: str | None
     sampling_parameters: Mapping[str, Any] | None
     exclude_input_in_output: bool | None
     return_output_ids: bool | None
@@ -63,6 +66,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ignore_eos: bool | None = None
     logprobs: Int32 | None = None
     n: Int32 | None = None
+    priority: Int32 | None = None
+    timeout: Int64 | None = None
+    cache_salt: str | None = None
     sampling_parameters: dict[str, Any] | None = None
     exclude_input_in_output: bool | None = None
     return_output_ids: bool | None = None

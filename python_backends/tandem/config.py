@@ -83,7 +83,8 @@ class OrchestratorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     block_size: PositiveInt = 16
     max_model_len: PositiveInt = 2048
     default_max_tokens: PositiveInt = 256
-    max_queued_requests: PositiveInt = 1024  # more are refused with UNAVAILABLE
+    max_queued_requests: PositiveInt = 1024  # of a priority class; more are refused (UNAVAILABLE)
+    max_queued_tokens: PositiveInt = 262_144  # prompt tokens of a priority class, likewise
     max_calls_in_flight: PositiveInt = 12  # BLS calls per pool; Triton has 32 threads for them
     max_attempts: PositiveInt = 3  # placements of one request before it fails
     worker_timeout_s: PositiveFloat = 3.0  # silence after which a worker counts as dead

@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from tandem.types import TRANSPORTS, Role
+from tandem.types import TRANSPORTS, PriorityClass, Role
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -43,11 +43,16 @@ ORCHESTRATOR_FAMILIES = (
         "counter",
         "Requests by outcome",
         "outcome",
-        ("stop", "length", "cancelled", "INVALID_ARG", "UNAVAILABLE", "INTERNAL"),
+        ("stop", "length", "timeout", "cancelled", "INVALID_ARG", "UNAVAILABLE", "INTERNAL"),
     ),
     Family("tandem_path_total", "counter", "Placements by path", "path", ("remote", "local")),
     Family("tandem_reprefills_total", "counter", "Requests placed again after a failure"),
     Family("tandem_requests_live", "gauge", "Requests accepted and not finished"),
+    Family("tandem_admission_seconds", "histogram", "Request received to let into a pool"),
+    Family("tandem_queued_requests", "gauge", "Requests that wait", "class", tuple(PriorityClass)),
+    Family(
+        "tandem_queued_tokens", "gauge", "Prompt tokens that wait", "class", tuple(PriorityClass)
+    ),
 )
 
 ENGINE_FAMILIES = (

@@ -27,8 +27,27 @@ class Policy(StrEnum):
 
 
 class FinishReason(StrEnum):
+    """``TIMEOUT`` is the orchestrator's: the request's own timeout ended its output."""
+
     STOP = "stop"
     LENGTH = "length"
+    TIMEOUT = "timeout"
+
+
+class PriorityClass(StrEnum):
+    """What is bounded together in the queue: the sign of ``priority``, most urgent first."""
+
+    HIGH = "high"
+    NORMAL = "normal"
+    LOW = "low"
+
+    @classmethod
+    def of(cls, priority: int) -> PriorityClass:
+        return cls.HIGH if priority < 0 else cls.LOW if priority > 0 else cls.NORMAL
+
+    @property
+    def order(self) -> int:
+        return list(PriorityClass).index(self)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,3 +80,4 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting_tokens: int = 0  # prompt tokens not computed yet, over all its sequences
     num_free_blocks: int = 0  # free + cached
     num_blocks: int = 0
+    max_num_seqs: int = 0  # num_running and num_waiting it takes in all

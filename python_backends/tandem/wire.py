@@ -37,6 +37,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...] = ()
     sampling: SamplingParams
+    cache_salt: Annotated[str, Meta(max_length=256)] = ""
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):

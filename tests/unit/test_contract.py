@@ -202,7 +202,7 @@ def test_sampling_parameters_may_spell_numbers_and_null() -> None:
 
 
 def test_parameters_of_triton_itself_are_ignored() -> None:
-    names = ["triton_enable_empty_final_response", "triton_x", "timeout", "priority"]
+    names = ["triton_enable_empty_final_response", "triton_x"]
     names += ["sequence_id", "sequence_start", "sequence_end", "triton_final_response"]
     assert parse(dict.fromkeys(names, 1)) == GenerateRequest(text_input="hello")
 
@@ -340,6 +340,18 @@ def test_the_number_of_stop_strings_is_limited() -> None:
     assert parse(stop=text()).stop == ()
     with refused("stop", "at most 3 strings", "4"):
         parse(stop=text("a", "b", "c", "d"))
+
+
+def test_what_the_queue_goes_by() -> None:
+    """Triton hands on its own ``timeout``, in µs, as a parameter."""
+    request = parse({"timeout": 2_500_000}, priority=int32(-3), cache_salt=text("tenant 7"))
+    assert (request.timeout, request.priority, request.cache_salt) == (2_500_000, -3, "tenant 7")
+    with refused("timeout", "at least 0", "-1"):
+        parse({"timeout": -1})
+    with refused("priority", "from -100 to 100", "101"):
+        parse(priority=int32(101))
+    with refused("cache_salt", "from 1 to 256 bytes", "''"):
+        parse(cache_salt=text(""))
 
 
 def test_min_tokens_is_at_most_max_tokens() -> None:

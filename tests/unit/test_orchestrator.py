@@ -361,21 +361,128 @@ async def test_a_bad_request_is_refused_before_anything_is_opened(
     assert setup.counters()[Key("tandem_requests_total", "INVALID_ARG")] == 1
 
 
-async def test_more_than_max_queued_requests_are_refused(make: MakeSetup) -> None:
+async def test_a_full_queue_refuses_at_once(make: MakeSetup) -> None:
     setup = make(max_queued_requests=2)
-    hangs = [Hang(), Hang()]
+    hangs = [Hang() for _ in range(4)]
     setup.link.prefill_script = [*hangs]
-    tasks = [setup.start()[0] for _ in hangs]
-    for hang in hangs:
+    tasks = []
+    for hang in hangs:  # so many are let in though decode was not heard of yet
+        tasks.append(setup.start()[0])
         await soon(hang.reached.wait())
+    tasks += [setup.start()[0] for _ in range(2)]
+    await asyncio.sleep(0)
     responder = await setup.serve()
     (error,) = responder.errors
-    assert isinstance(error, Unavailable) and "max_queued_requests = 2" in str(error)
+    assert isinstance(error, Unavailable) and "2 requests wait" in str(error)
+    assert "retry after" in str(error)
+    assert setup.counters()[Key("tandem_requests_total", "UNAVAILABLE")] == 1
     for task in tasks:
         task.cancel()
         await soon(task)
     assert setup.num_live == 0
     assert (await setup.serve()).text == "abcde"
+
+
+async def test_a_request_waits_for_room_at_decode(make: MakeSetup) -> None:
+    setup = make()
+    hangs = [Hang() for _ in range(4)]
+    setup.link.prefill_script = [*hangs]
+    tasks = [setup.start()[0] for _ in hangs]
+    for hang in hangs:
+        await soon(hang.reached.wait())
+    waiting, responder = setup.start()
+    low, low_responder = setup.start(priority=1)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(setup.plane.streams) == 4
+    tasks[0].cancel()
+    await soon(waiting)
+    assert responder.text == "abcde"
+    await soon(low)
+    assert low_responder.text == "abcde", "the place was given on"
+    for task in tasks:
+        task.cancel()
+        await soon(task)
+
+
+class JumpingTime:
+    """The time of the running loop, which a test moves."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._now: Callable[[], float] = self._loop.time
+        self._offset_s = 0.0
+        self._loop.time = lambda: self._now() + self._offset_s  # type: ignore[method-assign]
+
+    def jump(self, seconds: float) -> None:
+        self._offset_s += seconds
+        self._loop.call_soon(lambda: None)  # wakes it
+
+
+@pytest.mark.parametrize("stage", ["queue", "prefill", "decode"])
+async def test_a_timeout_before_the_first_token_is_an_error(make: MakeSetup, stage: str) -> None:
+    time = JumpingTime()
+    setup = make(policy=Policy.NEVER if stage == "decode" else Policy.ALWAYS)
+    hangs = [Hang() for _ in range(5)]
+    setup.link.prefill_script = [*hangs]
+    setup.link.decode_script = [*hangs]
+    num_before = 4 if stage == "queue" else 0
+    before = [setup.start()[0] for _ in range(num_before)]
+    for hang in hangs[:num_before]:
+        await soon(hang.reached.wait())
+    task, responder = setup.start(timeout=3_600_000_000)
+    if stage == "queue":
+        await asyncio.sleep(0)
+    else:
+        await soon(hangs[0].reached.wait())
+    assert not task.done()
+    time.jump(4000)
+    await asyncio.wait_for(task, 5)
+    (error,) = responder.errors
+    assert isinstance(error, Unavailable)
+    assert "no token within its timeout of 3600000000 µs" in str(error)
+    closed = [cancel for _, cancel in setup.plane.closed]
+    assert closed == ([] if stage == "queue" else [True]), "what the engines hold is dropped"
+    for waiting in before:
+        waiting.cancel()
+        await soon(waiting)
+    assert setup.num_live == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_timeout_ends_the_output_with_what_there_is(make: MakeSetup, stream: bool) -> None:
+    time = JumpingTime()
+    setup = make()
+    setup.link.decode_script = [Tokens(2)]
+    task, responder = setup.start(stream=stream, timeout=3_600_000_000)
+    async with asyncio.timeout(PATIENCE_S):
+        while not setup.plane.admissions:
+            await asyncio.sleep(0)
+    for _ in range(10):
+        await asyncio.sleep(0)  # for the three tokens to be taken
+    assert not task.done()
+    time.jump(4000)
+    await asyncio.wait_for(task, 5)
+    assert responder.errors == [] and responder.text == "abc"
+    assert responder.usage is not None and responder.usage.finish_reason == "timeout"
+    assert responder.usage.num_output_tokens == 3
+    assert [cancel for _, cancel in setup.plane.closed] == [True]
+    assert setup.counters()[Key("tandem_requests_total", "timeout")] == 1
+
+
+async def test_a_timeout_that_is_kept_changes_nothing(make: MakeSetup) -> None:
+    responder = await make().serve(timeout=60_000_000)
+    assert responder.text == "abcde" and responder.errors == []
+
+
+async def test_the_salt_goes_to_the_engines_and_to_the_guess_of_what_they_have(
+    make: MakeSetup,
+) -> None:
+    setup = make(policy=Policy.AUTO, remote_prefill_min_tokens=20, block_size=4)
+    for salt in ({"cache_salt": "a"}, {"cache_salt": "a"}, {"cache_salt": "b"}, {}, {}):
+        await setup.serve(text="x" * 30, **salt)
+    assert [spec.cache_salt for spec in setup.link.prefills] == ["a", "b", ""]
+    assert [spec.cache_salt for spec, _ in setup.link.decodes] == ["a", "a", "b", "", ""]
 
 
 # ---- failures --------------------------------------------------------------------------------

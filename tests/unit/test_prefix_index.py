@@ -4,7 +4,7 @@ from hashlib import blake2b
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.kv.block_hash import block_hashes
+from tandem.kv.block_hash import ROOT, block_hashes, salted_root
 from tandem.orchestrator.prefix_index import PrefixIndex
 
 TOKENS = st.lists(st.integers(0, 3), max_size=20)
@@ -33,6 +33,20 @@ def test_equal_hashes_are_exactly_the_equal_prefixes(
         end = (index + 1) * block_size
         same_hash = block_hashes(left, block_size)[index] == block_hashes(right, block_size)[index]
         assert same_hash == (left[:end] == right[:end])
+
+
+def test_two_salts_share_no_block() -> None:
+    roots = [salted_root(salt) for salt in ("", "a", "b", "ab")]
+    hashes = [digest for root in roots for digest in block_hashes(list(range(12)), 4, root)]
+    assert len(set(hashes)) == 12
+    assert roots[0] == ROOT and roots[1] == salted_root("a")
+
+
+def test_a_prompt_is_known_under_its_salt_only() -> None:
+    index = PrefixIndex(block_size=4, capacity=100)
+    index.add(list(range(10)), "a")
+    known = {salt: index.cached_tokens(list(range(10)), salt) for salt in ("a", "b", "")}
+    assert known == {"a": 8, "b": 0, "": 0}
 
 
 def test_whole_leading_blocks_count_as_cached() -> None:

@@ -191,6 +191,21 @@ def test_a_known_prefix_is_not_computed_again() -> None:
     assert second.output_ids == expected_output(second)
 
 
+def test_a_prefix_is_shared_under_one_salt_only() -> None:
+    """Output blocks as well: the second turn of a chat starts with the first one's answer."""
+    engine = SimulatedEngine()
+    prompt = list(range(10))
+    first = engine.add(prompt, cache_salt="a", max_tokens=8)
+    while not engine.finished:
+        engine.step()
+    turn = prompt + first.output_ids
+    for salt, num_cached in (("b", 0), ("", 0), ("a", 16), ("b", 16), ("", 16)):
+        sequence = engine.add(turn, cache_salt=salt)
+        while sequence not in engine.finished:
+            engine.step()
+        assert (sequence.num_cached, salt) == (num_cached, salt)
+
+
 def test_the_last_token_is_always_computed() -> None:
     engine = SimulatedEngine()
     for _ in range(2):

@@ -180,6 +180,7 @@ class Engine:
             num_waiting_tokens=self._scheduler.num_waiting_tokens,
             num_free_blocks=self._blocks.num_available,
             num_blocks=self._blocks.num_blocks,
+            max_num_seqs=self._scheduler.max_num_seqs,
         )
 
     def stats(self) -> wire.Stats:

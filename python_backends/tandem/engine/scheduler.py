@@ -43,7 +43,7 @@ class Scheduler:
         """``max_itl_s`` bounds steps in which sequences decode; 0: nothing does."""
         self._blocks = blocks
         self._block_size = block_size
-        self._max_num_seqs = max_num_seqs
+        self.max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_itl_s = max_itl_s
         self._step_cost = StepCost()
@@ -182,7 +182,7 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, now_s: float) -> bool:
         """Gives a waiting sequence its blocks, if there are enough, and moves it on."""
-        if self.num_running >= self._max_num_seqs:
+        if self.num_running >= self.max_num_seqs:
             return False
         # The newest token is always computed: its logits are what we are after.
         matchable = (len(sequence.token_ids) - 1) // self._block_size

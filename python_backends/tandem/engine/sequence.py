@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from tandem.kv.block_hash import block_hash, block_hashes
+from tandem.kv.block_hash import block_hashes, salted_root
 from tandem.kv.handle import KVHandle
 from tandem.types import FinishReason
 from tandem.wire import SequenceSpec
@@ -68,13 +68,10 @@ class Sequence:
 
     def extend_hashes(self, block_size: int) -> None:
         """Hashes every full block of ``token_ids`` that has none yet."""
-        if not self.hashes:
-            self.hashes = block_hashes(self.token_ids, block_size)
-        for start in range(len(self.hashes) * block_size, len(self.token_ids), block_size):
-            tokens = self.token_ids[start : start + block_size]
-            if len(tokens) == block_size:
-                parent = self.hashes[-1] if self.hashes else b""
-                self.hashes.append(block_hash(parent, tokens))
+        parent = self.hashes[-1] if self.hashes else salted_root(self.spec.cache_salt)
+        self.hashes += block_hashes(
+            self.token_ids[len(self.hashes) * block_size :], block_size, parent
+        )
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
         """Why the newest token is the last one, or None."""

@@ -16,13 +16,18 @@ def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest()
 
 
-def block_hashes(token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """The hash of each full block; two equal hashes mean two equal prefixes.
+def salted_root(salt: str) -> bytes:
+    """The parent of a first block under this salt: no two salts share a block, "" is unsalted."""
+    return blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest() if salt else ROOT
+
+
+def block_hashes(token_ids: Sequence[int], block_size: int, root: bytes = ROOT) -> list[bytes]:
+    """The hash of each full block; two equal hashes mean two equal prefixes under one root.
 
     A last block that is not full has no hash: the result has ``len(token_ids) // block_size``.
     """
     hashes: list[bytes] = []
-    parent = ROOT
+    parent = root
     for end in range(block_size, len(token_ids) + 1, block_size):
         parent = block_hash(parent, token_ids[end - block_size : end])
         hashes.append(parent)

@@ -21,7 +21,7 @@ from tandem.orchestrator.generate_request import GenerateRequest
 _Values = dict[str, Any]
 
 # Request parameters that Triton sets or reads itself, beside all that begin with triton_.
-_TRITON_PARAMETERS = {"timeout", "priority", "sequence_id", "sequence_start", "sequence_end"}
+_TRITON_PARAMETERS = {"sequence_id", "sequence_start", "sequence_end"}
 
 _SAMPLING_FIELDS = FIELDS.keys() - {*PROMPTS, "sampling_parameters"}
 

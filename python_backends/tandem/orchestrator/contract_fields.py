@@ -18,6 +18,7 @@ Scalar = bool | int | float | str
 
 MAX_STOP_BYTES = 1024  # of one stop string
 MAX_SAMPLING_PARAMETERS_BYTES = 65_536
+MAX_SALT_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ _0_TO_100 = _Limit("from 0 to 100", lambda x: 0 <= x <= 100)
 _MINUS_2_TO_2 = _Limit("from -2 to 2", lambda x: -2 <= x <= 2)
 _FROM_0 = _Limit("at least 0", lambda i: i >= 0)
 _FROM_1 = _Limit("at least 1", lambda i: i >= 1)
+_PRIORITY = _Limit("from -100 to 100", lambda i: -100 <= i <= 100)
 _TOP_K = _Limit("at least 0, or -1 for off", lambda i: i >= -1)
 _N = _Limit("1 (only n = 1 is supported)", lambda i: i == 1)
 _LOGPROBS = _Limit("0 or 1 (only the sampled token's logprob is offered)", lambda i: 0 <= i <= 1)
@@ -167,6 +169,9 @@ FIELDS = {
         Field("ignore_eos", _BOOL),
         Field("logprobs", _INT32, _LOGPROBS),
         Field("n", _INT32, _N),
+        Field("priority", _INT32, _PRIORITY),
+        Field("timeout", _INT64, _FROM_0),
+        Field("cache_salt", _BYTES, _bytes_up_to(MAX_SALT_BYTES)),
         Field("sampling_parameters", _BYTES, _bytes_up_to(MAX_SAMPLING_PARAMETERS_BYTES)),
         Field("exclude_input_in_output", _BOOL),
         Field("return_finish_reason", _BOOL),

@@ -36,6 +36,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     logprobs: int = 0
     n: int = 1
+    priority: int = 0  # smaller is earlier
+    timeout: int = 0  # µs from its arrival to its last token, as Triton's; 0: none
+    cache_salt: str = ""  # prefix cache blocks are shared only under one salt
     exclude_input_in_output: bool = True
     return_finish_reason: bool = True
     return_num_input_tokens: bool = True

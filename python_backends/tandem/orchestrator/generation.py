@@ -107,6 +107,13 @@ class Generation:
         elif self.request.stream:
             self._send_piece()
 
+    def expire(self) -> None:
+        """The request's timeout has passed: it ends with what there is."""
+        assert self.finish_reason is None and self.output_ids
+        self.finish_reason = FinishReason.TIMEOUT
+        self._text.append(self.assembler.finish())
+        self._finish()
+
     def _send_piece(self) -> None:
         wants_each = self.request.return_output_ids or self.request.logprobs
         if wants_each or any(self._text):

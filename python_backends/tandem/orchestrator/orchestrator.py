@@ -23,6 +23,7 @@ import numpy.typing as npt
 from tandem.config import OrchestratorSettings
 from tandem.errors import EngineFault, PullFailed, RequestCancelled, TandemError, Unavailable
 from tandem.metrics import MetricsBuffer
+from tandem.orchestrator.admission import Admission, Ticket
 from tandem.orchestrator.contract import parse_request
 from tandem.orchestrator.generate_request import GenerateRequest
 from tandem.orchestrator.generation import Generation
@@ -66,6 +67,7 @@ class Orchestrator:
         self._clock = clock
         self._draw_seed = draw_seed
         self._prefixes = PrefixIndex(settings.block_size, _PREFIX_INDEX_BLOCKS)
+        self._admission = Admission(settings, lambda: plane.loads, metrics, clock)
         self._tokenize_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._num_live = 0
 
@@ -79,11 +81,8 @@ class Orchestrator:
         arrived_s = self._clock()
         self._metrics.set("tandem_requests_live", self._count_live(+1))
         try:
-            if self._num_live > self._settings.max_queued_requests:
-                limit = self._settings.max_queued_requests
-                raise Unavailable(f"overloaded: max_queued_requests = {limit} are being served")
             request = parse_request(inputs, parameters, self._settings)
-            await self._generate(await self._begin(request, responder, arrived_s))
+            await self._serve_in_time(request, responder, arrived_s)
         except asyncio.CancelledError:
             self._fail(responder, RequestCancelled("the client went away"))
         except TandemError as error:
@@ -96,6 +95,29 @@ class Orchestrator:
 
     def close(self) -> None:
         self._tokenize_thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _serve_in_time(
+        self, request: GenerateRequest, responder: Responder, arrived_s: float
+    ) -> None:
+        """Whatever it waits for or runs on when its timeout passes is cancelled then; output that
+        there is by then becomes its whole output.
+        """
+        left_s = request.timeout / 1e6 - (self._clock() - arrived_s) if request.timeout else None
+        generation: Generation | None = None
+        ticket = self._admission.arrive(request.priority)
+        try:
+            async with asyncio.timeout(left_s) as limit:
+                generation = await self._begin(request, responder, arrived_s)
+                self._admission.accept(ticket, len(generation.prompt_ids), left_s)
+                await self._generate(generation, ticket)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            if generation is None or not generation.output_ids:
+                raise Unavailable(f"no token within its timeout of {request.timeout} µs") from None
+            generation.expire()
+        finally:
+            self._admission.leave(ticket)
 
     async def _begin(
         self, request: GenerateRequest, responder: Responder, arrived_s: float
@@ -132,14 +154,15 @@ class Orchestrator:
         assert request.text_input is not None
         return tuple(self._tokenizer.encode(request.text_input))
 
-    async def _generate(self, generation: Generation) -> None:
+    async def _generate(self, generation: Generation, ticket: Ticket) -> None:
         """Attempts until one reaches the last token; each goes on where the one before ended."""
         request_id = secrets.token_hex(8)
         for attempt in range(self._settings.max_attempts):
+            await self._admission.enter(ticket)
             stream = self._plane.open(f"{request_id}.{attempt}")
             is_complete = False
             try:
-                is_complete = await self._attempt(generation, stream)
+                is_complete = await self._attempt(generation, stream, ticket)
                 return
             except (Unavailable, PullFailed, EngineFault) as error:
                 if attempt + 1 == self._settings.max_attempts:
@@ -150,7 +173,7 @@ class Orchestrator:
             finally:
                 self._plane.close(stream, cancel=not is_complete)
 
-    async def _attempt(self, generation: Generation, stream: TokenStream) -> bool:
+    async def _attempt(self, generation: Generation, stream: TokenStream, ticket: Ticket) -> bool:
         """Runs a sequence to the end of the output. True if its engine ended it as well, False if
         the engine still has to be told.
         """
@@ -168,10 +191,11 @@ class Orchestrator:
         admitted = await self._link.decode(self._spec(generation, stream), handle)
         self._plane.admitted(stream, admitted.worker, admitted.incarnation)
         generation.admitted(admitted)
-        self._prefixes.add(generation.prompt_ids)
+        self._prefixes.add(generation.prompt_ids, generation.request.cache_salt)
         engine_ended = False
         while generation.finish_reason is None:
             event = await stream.get()
+            self._admission.started(ticket)
             if isinstance(event, Prefilled):
                 generation.prefilled_locally(event)
             else:
@@ -180,8 +204,8 @@ class Orchestrator:
         return engine_ended
 
     def _choose_path(self, generation: Generation) -> Path:
-        prompt_ids = generation.prompt_ids
-        num_uncached = len(prompt_ids) - self._prefixes.cached_tokens(prompt_ids)
+        prompt_ids, salt = generation.prompt_ids, generation.request.cache_salt
+        num_uncached = len(prompt_ids) - self._prefixes.cached_tokens(prompt_ids, salt)
         return choose_path(self._settings, num_uncached, self._plane.loads)
 
     def _spec(self, generation: Generation, stream: TokenStream) -> SequenceSpec:
@@ -191,6 +215,7 @@ class Orchestrator:
             prompt_ids=generation.prompt_ids,
             output_ids=tuple(generation.output_ids),
             sampling=generation.sampling,
+            cache_salt=generation.request.cache_salt,
         )
 
     def _fail(self, responder: Responder, error: TandemError) -> None:

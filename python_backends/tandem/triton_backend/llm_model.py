@@ -78,6 +78,8 @@ class TritonPythonModel:
             try:
                 inputs = self._inputs(request)
                 parameters = json.loads(request.parameters() or "{}")
+                if request.timeout():  # Triton takes it out of the parameters
+                    parameters["timeout"] = request.timeout()
             except TandemError as error:
                 responder.fail(error)
                 continue
