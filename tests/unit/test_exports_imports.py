@@ -148,6 +148,7 @@ class Importer:
 
     def __init__(self, transport: InProcessTransport, exporter: Exporter) -> None:
         self.slab = np.zeros((NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
+        self.wall_jump_s = 0.0
         self.spawned: list[Callable[[], None]] = []
         self.done: list[PullDone | PullSettled] = []
         self.imports = Imports(
@@ -157,7 +158,7 @@ class Importer:
             BLOCK_SIZE,
             spawn=self.spawned.append,
             done=self.done.append,
-            wall_clock=lambda: NOW_S,
+            wall_clock=lambda: NOW_S + self.wall_jump_s,
         )
 
     def start(self, sequence: Sequence) -> PullDone:
@@ -331,3 +332,19 @@ def test_any_exception_ends_the_pull(
     transport.faults.during_pull = fail
     done = importer.start(_sequence(_verified(exporter.issue()), [0, 1, 2]))
     assert isinstance(done.error, PullFailed) and "MemoryError: no room" in str(done.error)
+
+
+def test_a_jump_of_the_wall_clock_can_refuse_a_handle_but_never_revive_one(
+    exporter: Exporter, importer: Importer
+) -> None:
+    """The lease runs on the exporter's monotonic clock; the handle's time only spares an effort."""
+    blob = exporter.issue()
+    importer.wall_jump_s = MAX_RENEWALS * TTL_S + 1
+    with pytest.raises(InvalidHandle, match="expired"):
+        importer.imports.verify(blob, _spec())
+    importer.wall_jump_s = -1_000_000.0
+    handle = importer.imports.verify(blob, _spec())
+    exporter.now_s += TTL_S
+    assert exporter.collect() == [False]
+    done = importer.start(_sequence(handle, [0, 1, 2]))
+    assert isinstance(done.error, FenceBroken)
