@@ -22,7 +22,8 @@ app.command()(chat)
 
 ANSWER: list[Step] = [token("Hel"), final("lo", 9)]
 SUMMARY = (
-    "9 tokens · TTFT 212 ms · 18.3 tok/s · remote prefill_0_0 → decode_0_0 · 1.2 MB KV in 0.8 ms by shm\n"
+    "9 tokens · TTFT 212 ms · 18.3 tok/s · remote prefill_0_0 → decode_0_0"
+    " · 1.2 MB KV in 0.8 ms by shm\n"
 )
 
 
