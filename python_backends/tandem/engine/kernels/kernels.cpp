@@ -596,6 +596,108 @@ inline void attention(bf16* out, const bf16* query, const Cache<bf16>& cache, co
     }
 }
 
+// out [rows, num_outputs] = x [rows, num_inputs] * W^T * scales (+ bias), W in int8.
+//
+// weights [num_outputs / 16, num_inputs / 32, 16 pairs of inputs, 16 outputs, 2]: a tile of B each.
+// Two strips of 16 outputs become bfloat16 in the cache, where int8 is exact, and up to 32 rows at a
+// time are multiplied with them; a single such block of rows tile by tile, so that they stay in the
+// first-level cache. So the memory is read at a byte a weight.
+inline void expand(uint32_t* to, const int8_t* weights, int64_t count) {
+    for (int64_t i = 0; i < count; i += 32) {
+        auto load = [&](int64_t at) {
+            return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(
+                _mm_loadu_si128(reinterpret_cast<const __m128i*>(weights + at))));
+        };
+        _mm512_store_si512(to + i / 2, std::bit_cast<__m512i>(
+                                           _mm512_cvtne2ps_pbh(load(i + 16), load(i))));
+    }
+}
+
+inline void store_outputs(bf16* out, const float* sums, const float* scales, const float* bias,
+                          int64_t num_rows, int64_t num_outputs) {
+    const __m512 scale = _mm512_loadu_ps(scales);
+    const __m512 shift = bias ? _mm512_loadu_ps(bias) : _mm512_setzero_ps();
+    for (int64_t row = 0; row < num_rows; row++) {
+        const __m512 sum = _mm512_fmadd_ps(_mm512_load_ps(sums + row * kTile), scale, shift);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + row * num_outputs),
+                            std::bit_cast<__m256i>(_mm512_cvtneps_pbh(sum)));
+    }
+}
+
+inline void linear_int8(bf16* out, const bf16* x, const int8_t* weights, const float* scales,
+                        const float* bias, int64_t rows, int64_t num_inputs, int64_t num_outputs) {
+    const int64_t num_steps = num_inputs / 32, num_strips = num_outputs / kTile;
+    const int64_t padded_rows = (rows + kTile - 1) / kTile * kTile;
+    const bool is_one_block = padded_rows <= 2 * kTile;
+    constexpr int64_t kTileWeights = 2 * kTile * kTile;
+    std::vector<bf16> padded;
+    if (padded_rows != rows) {
+        padded.resize(padded_rows * num_inputs);
+        std::copy_n(x, rows * num_inputs, padded.data());
+        x = padded.data();
+    }
+#pragma omp parallel
+    {
+        static const TileConfig config;
+        thread_local std::vector<char> memory;
+        memory.resize(2 * num_inputs * kTile * 2 + 4 * kTile * 64 + 64);
+        char* at = memory.data() + (-reinterpret_cast<uintptr_t>(memory.data()) & 63);
+        auto* sums = reinterpret_cast<float*>(at);
+        uint32_t* strips[2];
+        strips[0] = reinterpret_cast<uint32_t*>(at + 4 * kTile * 64);
+        strips[1] = strips[0] + num_inputs / 2 * kTile;
+        _tile_loadconfig(&config);
+#pragma omp for schedule(static)
+        for (int64_t strip = 0; strip < num_strips; strip += 2) {
+            const bool has_two = strip + 1 < num_strips;
+            const int8_t* at = weights + strip * num_inputs * kTile;
+            const int64_t next = has_two ? num_inputs * kTile : 0;
+            if (!is_one_block) {
+                expand(strips[0], at, num_inputs * kTile);
+                expand(strips[1], at + next, num_inputs * kTile);
+            }
+            for (int64_t row = 0; row < padded_rows; row += 2 * kTile) {
+                const bool has_more = row + kTile < padded_rows;
+                const bf16* upper = x + row * num_inputs;
+                const bf16* lower = upper + (has_more ? kTile * num_inputs : 0);
+                _tile_zero(0);
+                _tile_zero(1);
+                _tile_zero(2);
+                _tile_zero(3);
+                for (int64_t k = 0; k < num_steps; k++) {
+                    const int64_t tile = (is_one_block ? k % 4 : k) * kTile * kTile;
+                    if (is_one_block) {
+                        expand(strips[0] + tile, at + k * kTileWeights, kTileWeights);
+                        expand(strips[1] + tile, at + next + k * kTileWeights, kTileWeights);
+                    }
+                    _tile_loadd(4, upper + k * 32, num_inputs * 2);
+                    _tile_loadd(6, strips[0] + tile, 64);
+                    _tile_dpbf16ps(0, 4, 6);
+                    _tile_loadd(7, strips[1] + tile, 64);
+                    _tile_dpbf16ps(1, 4, 7);
+                    if (has_more) {
+                        _tile_loadd(5, lower + k * 32, num_inputs * 2);
+                        _tile_dpbf16ps(2, 5, 6);
+                        _tile_dpbf16ps(3, 5, 7);
+                    }
+                }
+                _tile_stored(0, sums, 64);
+                _tile_stored(1, sums + kTile * kTile, 64);
+                _tile_stored(2, sums + 2 * kTile * kTile, 64);
+                _tile_stored(3, sums + 3 * kTile * kTile, 64);
+                for (int64_t i = 0; i < 2 * (1 + has_more); i++) {
+                    const int64_t first = row + i / 2 * kTile, column = (strip + i % 2) * kTile;
+                    if (i % 2 && !has_two) continue;
+                    store_outputs(out + first * num_outputs + column, sums + i * kTile * kTile,
+                                  scales + column, bias ? bias + column : nullptr,
+                                  std::min(kTile, rows - first), num_outputs);
+                }
+            }
+        }
+        _tile_release();
+    }
+}
+
 }  // namespace amx
 
 #endif  // __AMX_BF16__
@@ -634,6 +736,12 @@ extern "C" bool enable_amx() { return amx::enable(); }
 extern "C" void attention_amx(bf16* out, const bf16* query, const Cache<bf16>* cache,
                               const Step* step) {
     amx::attention(out, query, *cache, *step);
+}
+// num_inputs a multiple of 32, num_outputs one of 16; bias may be null.
+extern "C" void linear_int8_amx(bf16* out, const bf16* x, const int8_t* weights,
+                                const float* scales, const float* bias, int64_t rows,
+                                int64_t num_inputs, int64_t num_outputs) {
+    amx::linear_int8(out, x, weights, scales, bias, rows, num_inputs, num_outputs);
 }
 #else
 extern "C" bool enable_amx() { return false; }
