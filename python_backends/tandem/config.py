@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.errors import ConfigError
-from tandem.types import Policy, Role
+from tandem.types import Policy, Quantization, Role
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
@@ -46,6 +46,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     role: Role
     device: str = "cpu"  # cpu | cuda (the GPU of the instance)
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
+    quantization: Quantization = Quantization.NONE  # of the weights: none | int8
     transport: str = "shm"  # shm | cuda_ipc | nixl
     nixl_backend: Literal["UCX", "LIBFABRIC"] = "UCX"
     block_size: PositiveInt = 16  # tokens per KV block

@@ -26,6 +26,13 @@ class Policy(StrEnum):
     NEVER = "never"
 
 
+class Quantization(StrEnum):
+    """How an engine keeps its weights; the KV cache and all sums stay as they are."""
+
+    NONE = "none"
+    INT8 = "int8"
+
+
 class FinishReason(StrEnum):
     """``TIMEOUT`` is the orchestrator's: the request's own timeout ended its output."""
 

@@ -20,10 +20,10 @@ from tandem.engine.batch import Batch, SequenceSlice
 from tandem.engine.model import LoadedModel, load_model, resolve_dtype
 from tandem.engine.model_config import model_fingerprint, model_limits
 from tandem.engine.model_runner import ModelRunner
-from tandem.engine.packed_linear import PackedLinear, pack_linears
 from tandem.engine.slab import slab_tensor
 from tandem.errors import ConfigError
 from tandem.kv.layout import KVLayout
+from tandem.types import Quantization
 from tiny_models import FAMILIES, SLIDING_WINDOW, build_tiny
 
 torch.set_num_threads(1)
@@ -253,16 +253,6 @@ def test_bfloat16_stays_close_to_float32(directory, oracle):
     assert torch.corrcoef(torch.stack([logits[0], expected]))[0, 1] > 0.99
 
 
-def test_linear_layers_of_a_cpu_model_are_packed():
-    model = torch.nn.Sequential(torch.nn.Linear(48, 80), torch.nn.ReLU())
-    linear = model[0]
-    assert pack_linears(model) == 1
-    assert isinstance(model[0], PackedLinear)
-    for shape in ((1, 1, 48), (7, 48), (0, 48)):
-        rows = torch.randn(shape)
-        torch.testing.assert_close(model[0](rows), linear(rows), atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("family", ("llama", "qwen3", "mistral", "gemma2"))
 def test_without_native_kernels_torch_computes_the_same(family, directory, oracle, monkeypatch):
     monkeypatch.setattr(model_module, "native_operations", lambda device, dtype: None)
@@ -290,6 +280,19 @@ def test_a_decoder_that_computes_something_else_is_not_used(directory, oracle, m
     assert Harness(model).generate(prompt, 8) == expected_tokens(oracle("llama"), prompt, 8)
 
 
+@pytest.mark.parametrize("family", ("llama", "gpt2"))
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_int8_weights_change_the_logits_a_little(family, dtype, directory, oracle):
+    model = load_model(directory(family), dtype, "cpu", Quantization.INT8)
+    tokens = prompt_of(33)
+    harness, sequence = Harness(model), Sequence(tokens)
+    harness.step([(sequence, 20)])
+    logits = harness.step([(sequence, 13)])
+    expected = expected_logits(oracle(family), tokens)[-1]
+    assert not torch.equal(logits[0], expected)
+    assert torch.corrcoef(torch.stack([logits[0], expected]))[0, 1] > 0.98
+
+
 def test_shape_of_the_cache_comes_from_the_model(loaded):
     assert loaded("llama").layout(16) == KVLayout(3, 2, 16, 16, "float32")
     assert loaded("gemma").layout(16) == KVLayout(3, 1, 32, 16, "float32")
@@ -315,6 +318,7 @@ def test_limits_and_fingerprint(directory, tmp_path):
     (rewritten / "config.json").write_text(json.dumps(config | {"transformers_version": "9"}))
     assert model_fingerprint(rewritten, layout) == same
     assert model_fingerprint(rewritten, replace(layout, block_size=8)) != same
+    assert model_fingerprint(rewritten, layout, Quantization.INT8) != same
     other_weights = build_tiny("llama", tmp_path / "other", eos_token_id=EOS, seed=7)
     assert model_fingerprint(other_weights, layout) != same
 

@@ -8,7 +8,7 @@ transformers' own forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,8 +17,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from tandem.engine.attention import PagedAttention
-from tandem.engine.kernels.operations import Operations
-from tandem.engine.packed_linear import PackedLinear, is_packable
+from tandem.engine.kernels.native import NativeOperations
+from tandem.engine.kernels.operations import TorchOperations
+from tandem.engine.linear import fuse_linears
+from tandem.types import Quantization
 
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
@@ -58,10 +60,18 @@ class Decoder:
     """
 
     def __init__(
-        self, causal_lm: Any, options: Sequence[AttentionOptions], operations: Operations
+        self,
+        causal_lm: Any,
+        options: Sequence[AttentionOptions],
+        quantization: Quantization,
+        native: NativeOperations | None,
     ) -> None:
         model, config = causal_lm.model, causal_lm.config
-        self._operations = operations
+        self._operations = native or TorchOperations()
+
+        def fuse(*linears: nn.Linear) -> nn.Module:
+            return fuse_linears(linears, quantization, native)
+
         self._embedding = model.embed_tokens.weight.detach()
         self._rotary = model.rotary_emb
         self._head_dim = model.layers[0].self_attn.head_dim
@@ -69,10 +79,10 @@ class Decoder:
         self._num_kv_heads = config.num_key_value_heads
         self._layers = []
         for index, layer in enumerate(model.layers):
-            self._layers.append(_fuse(layer, options[index]))
+            self._layers.append(_take_apart(layer, options[index], fuse))
             layer.self_attn = layer.mlp = None
         self._norm = _norm(model.norm)
-        self._head = _linear(causal_lm.lm_head)
+        self._head = fuse(causal_lm.lm_head)
 
     def forward(
         self,
@@ -120,36 +130,21 @@ class Decoder:
         return query, key, value
 
 
-def _fuse(layer: Any, attention: AttentionOptions) -> _Layer:
+def _take_apart(layer: Any, attention: AttentionOptions, fuse: Callable[..., nn.Module]) -> _Layer:
     self_attn, mlp = layer.self_attn, layer.mlp
     has_norms = getattr(self_attn, "q_norm", None) is not None
     return _Layer(
         input_norm=_norm(layer.input_layernorm),
-        qkv=_linear(self_attn.q_proj, self_attn.k_proj, self_attn.v_proj),
+        qkv=fuse(self_attn.q_proj, self_attn.k_proj, self_attn.v_proj),
         query_norm=_norm(self_attn.q_norm) if has_norms else None,
         key_norm=_norm(self_attn.k_norm) if has_norms else None,
-        output=_linear(self_attn.o_proj),
+        output=fuse(self_attn.o_proj),
         mlp_norm=_norm(layer.post_attention_layernorm),
-        gate_up=_linear(mlp.gate_proj, mlp.up_proj),
-        down=_linear(mlp.down_proj),
+        gate_up=fuse(mlp.gate_proj, mlp.up_proj),
+        down=fuse(mlp.down_proj),
         attention=attention,
     )
 
 
 def _norm(module: Any) -> _Norm:
     return _Norm(module.weight.detach(), module.variance_epsilon)
-
-
-def _linear(*linears: nn.Linear) -> nn.Module:
-    """One layer whose outputs are those of ``linears`` side by side."""
-    weight = torch.cat([linear.weight.detach() for linear in linears])
-    biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-    assert len(biases) in (0, len(linears))
-    bias = torch.cat(biases) if biases else None
-    if is_packable(weight):
-        return PackedLinear(weight, bias)
-    fused = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
-    fused.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        fused.bias = nn.Parameter(bias, requires_grad=False)
-    return fused

@@ -16,15 +16,16 @@ from tandem.engine.attention import ATTENTION_NAME, PagedAttention
 from tandem.engine.batch import Batch, SequenceSlice
 from tandem.engine.decoder import AttentionOptions, Decoder, has_lean_decoder
 from tandem.engine.kernels.native import NativeOperations, native_operations
-from tandem.engine.kernels.operations import TorchOperations
+from tandem.engine.linear import replace_linears
 from tandem.engine.model_config import ModelLimits, model_limits, weight_files
-from tandem.engine.packed_linear import pack_linears
 from tandem.engine.slab import TORCH_DTYPES, empty_slab
 from tandem.errors import ConfigError, EngineFault
 from tandem.kv.layout import KVLayout
+from tandem.types import Quantization
 
 # Of the largest logit: rounding in another order; a layer built otherwise is off by a multiple.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_QUANTIZED_TOLERANCE = 0.5
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16"}  # without them bf16 GEMM is 9x slower than fp32
 
 
@@ -53,7 +54,12 @@ class LoadedModel:
         )
 
 
-def load_model(model_dir: str | Path, dtype_name: str, device: str) -> LoadedModel:
+def load_model(
+    model_dir: str | Path,
+    dtype_name: str,
+    device: str,
+    quantization: Quantization = Quantization.NONE,
+) -> LoadedModel:
     """Weights from the safetensors of ``model_dir``, for inference only; never downloads.
 
     ``dtype_name`` "auto": on a GPU the checkpoint's, on CPU bfloat16 if it has the instructions,
@@ -72,12 +78,11 @@ def load_model(model_dir: str | Path, dtype_name: str, device: str) -> LoadedMod
     native = native_operations(causal_lm.device, TORCH_DTYPES[dtype_name])
     forward = None
     if has_lean_decoder(config):
-        forward = _lean_forward(causal_lm, layers, native)
+        forward = _lean_forward(causal_lm, layers, quantization, native)
         if forward is None:  # the weights were taken apart
             causal_lm = _load_weights(model_dir, config, dtype_name, device)
     if forward is None:
-        if causal_lm.device.type == "cpu":
-            pack_linears(causal_lm)
+        replace_linears(causal_lm, quantization, native)
         forward = _transformers_forward(causal_lm)
     return LoadedModel(
         forward=forward,
@@ -131,15 +136,19 @@ def _transformers_forward(causal_lm: Any) -> Forward:
 
 
 def _lean_forward(
-    causal_lm: Any, layers: list[_LayerProbe], native: NativeOperations | None
+    causal_lm: Any,
+    layers: list[_LayerProbe],
+    quantization: Quantization,
+    native: NativeOperations | None,
 ) -> Forward | None:
     """The lean decoder, if it computes what transformers does; the weights are its own then."""
     expected = _first_logits(_transformers_forward(causal_lm), causal_lm, layers[0], None)
     options = [layer.options for layer in layers]
-    decoder = Decoder(causal_lm, options, native or TorchOperations())
+    decoder = Decoder(causal_lm, options, quantization, native)
     logits = _first_logits(decoder.forward, causal_lm, layers[0], native)
     difference = ((logits - expected).abs().max() / expected.abs().max()).item()
-    if difference > _TOLERANCE[causal_lm.dtype]:
+    is_exact = quantization is Quantization.NONE
+    if difference > (_TOLERANCE[causal_lm.dtype] if is_exact else _QUANTIZED_TOLERANCE):
         _log.warning(
             "%s: the lean decoder is %.1g off, transformers' modules run instead",
             type(causal_lm).__name__,

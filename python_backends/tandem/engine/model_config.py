@@ -10,6 +10,7 @@ from typing import Any
 
 from tandem.errors import ConfigError
 from tandem.kv.layout import KVLayout
+from tandem.types import Quantization
 
 # They change when the same weights are saved again, or name what KVLayout states itself.
 _VOLATILE_KEYS = {"transformers_version", "_name_or_path", "torch_dtype", "dtype"}
@@ -36,11 +37,14 @@ def model_limits(model_dir: str | Path) -> ModelLimits:
     return ModelLimits(min(positions, _longrope_limit(text, positions)), vocab_size)
 
 
-def model_fingerprint(model_dir: str | Path, layout: KVLayout) -> str:
+def model_fingerprint(
+    model_dir: str | Path, layout: KVLayout, quantization: Quantization = Quantization.NONE
+) -> str:
     """32 hex digits, equal for two engines only if their KV blocks mean the same.
 
     Covers config.json, the name, size, safetensors header and evenly spaced samples of each weight
-    file (reading all of it would take minutes), and the layout of the blocks.
+    file (reading all of it would take minutes), the layout of the blocks, and how the weights were
+    quantized.
     """
     digest = hashlib.blake2b(digest_size=16)
     config = _without_volatile(read_config(model_dir))
@@ -55,7 +59,7 @@ def model_fingerprint(model_dir: str | Path, layout: KVLayout) -> str:
             for sample in range(_NUM_SAMPLES):
                 file.seek(8 + header_len + (size - 8 - header_len) * sample // _NUM_SAMPLES)
                 digest.update(file.read(_SAMPLE_BYTES))
-    digest.update(f"\n{layout.describe()}".encode())
+    digest.update(f"\n{layout.describe()}\n{quantization}".encode())
     return digest.hexdigest()
 
 

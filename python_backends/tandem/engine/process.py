@@ -56,11 +56,11 @@ def _serve(config: EngineConfig, started_s: float) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; wait for TERM
 
     _log.info("loading %s", deployment.model)
-    model = load_model(deployment.model, settings.dtype, config.device)
+    model = load_model(deployment.model, settings.dtype, config.device, settings.quantization)
     options = TransportOptions(config.device, deployment.kv_host, settings.nixl_backend)
     transport = create_transport(settings.transport, options)
     memory = export_memory(settings, model, transport)
-    fingerprint = model_fingerprint(deployment.model, memory.layout)
+    fingerprint = model_fingerprint(deployment.model, memory.layout, settings.quantization)
     pull_threads = ThreadPoolExecutor(NUM_PULL_THREADS, thread_name_prefix="pull")
     io = EngineIO(config, memory.incarnation, loop.inbox.put)
     engine = build_engine(
