@@ -273,17 +273,18 @@ inline bool enable() {
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
-inline __m512 exp_of(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-87.0f));
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
-    __m512 y = _mm512_set1_ps(1.3981999507e-3f);
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(8.3334519073e-3f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(4.1665795894e-2f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.6666665459e-1f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.0000001201e-1f));
-    y = _mm512_fmadd_ps(_mm512_mul_ps(y, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+// 2^x for x <= 0, relative error 3e-6 (least squares on [-1/2, 1/2]): more than bfloat16 keeps. Far
+// below it gives 2^-120 instead of 0, which no sum of weights from 0 to 1 notices; denormal numbers,
+// which are slow, do not come about.
+inline __m512 exp2_of(__m512 x) {
+    x = _mm512_max_ps(x, _mm512_set1_ps(-120.0f));
+    const __m512 n = _mm512_roundscale_ps(x, 8);
+    const __m512 r = _mm512_sub_ps(x, n);
+    __m512 y = _mm512_set1_ps(9.56051021e-3f);
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.59170392e-2f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.40249811e-1f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.93121968e-1f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.99999191e-1f));
     return _mm512_scalef_ps(y, n);
 }
 
@@ -314,7 +315,8 @@ inline void transpose(__m512i x[16]) {  // 16 x 16 of 32 bits
 // The rows of one unit of work and what has been summed up for them.
 struct Tile {
     __m512 most, total;  // [row]
-    __m512i position;    // [row] int32; -1 where the tile has no row
+    __m512i position;    // [row] int32; the largest where the tile has no row
+    int64_t end;         // the first key that no row sees
 };
 
 // What one thread needs; reused from call to call.
@@ -385,10 +387,10 @@ inline void multiply_keys(Scratch& scratch, const uint32_t* queries, const Cache
 }
 
 // Turns scores into weights (pairs of keys, up to a multiple of 32) and rescales the sums. Raw scores
-// count: the scaling, which is positive, goes into the exponent.
+// count: the scaling, which is positive, goes into the exponent, and that is one of 2.
 inline void soften(Scratch& scratch, Tile& tile, float* sums, int64_t dim, int64_t start,
                    int64_t count, bool is_masked, int64_t window, float scaling) {
-    const __m512 scale = _mm512_set1_ps(scaling), none = _mm512_set1_ps(-INFINITY);
+    const __m512 scale = _mm512_set1_ps(scaling * 1.44269504f), none = _mm512_set1_ps(-INFINITY);
     float* const scores = scratch.scores;
     uint32_t* const weights = scratch.weights;
     const int64_t end = (count + 31) / 32 * 32;
@@ -410,7 +412,7 @@ inline void soften(Scratch& scratch, Tile& tile, float* sums, int64_t dim, int64
     const __m512 most =
         _mm512_max_ps(_mm512_max_ps(mosts[0], mosts[1]), _mm512_max_ps(mosts[2], mosts[3]));
     if (_mm512_cmp_ps_mask(most, tile.most, _CMP_NEQ_UQ)) {
-        const __m512 factor = exp_of(_mm512_mul_ps(_mm512_sub_ps(tile.most, most), scale));
+        const __m512 factor = exp2_of(_mm512_mul_ps(_mm512_sub_ps(tile.most, most), scale));
         tile.total = _mm512_mul_ps(tile.total, factor);
         for (int64_t d = 0; d < dim * kTile; d += kTile)
             _mm512_store_ps(sums + d, _mm512_mul_ps(_mm512_load_ps(sums + d), factor));
@@ -418,9 +420,7 @@ inline void soften(Scratch& scratch, Tile& tile, float* sums, int64_t dim, int64
     }
     const __m512 shift = _mm512_mul_ps(most, scale);
     auto weight_of = [&](int64_t key) {
-        const __m512 score = _mm512_load_ps(scores + key * kTile);
-        const __m512 weight = exp_of(_mm512_fmsub_ps(score, scale, shift));
-        return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(score, none, _CMP_NEQ_UQ), weight);
+        return exp2_of(_mm512_fmsub_ps(_mm512_load_ps(scores + key * kTile), scale, shift));
     };
     auto to_bf16 = [](__m512 x) {
         return _mm512_cvtepu16_epi32(std::bit_cast<__m256i>(_mm512_cvtneps_pbh(x)));
@@ -518,11 +518,14 @@ inline void attend_unit(bf16* out, const bf16* query, const Cache<bf16>& cache, 
     for (int64_t t = 0; t < num_tiles; t++) {
         const bf16* rows[kTile];
         alignas(64) int32_t positions[kTile];
+        int64_t end = 0;
         for (int64_t i = 0; i < kTile; i++) {
             const int64_t row = t * kTile + i;
             const bool is_row = row < unit.num_rows;
             rows[i] = is_row ? query + packed_row(row) * step.query_stride + offset_of(row) : nullptr;
-            positions[i] = is_row ? int32_t(step.position(unit.sequence, token_of(row))) : -1;
+            positions[i] = is_row ? int32_t(step.position(unit.sequence, token_of(row)))
+                                  : std::numeric_limits<int32_t>::max();
+            if (is_row) end = std::max<int64_t>(end, positions[i] + 1);
         }
         for (int64_t d = 0; d < dim; d += 32) {
             __m512i pairs[16];
@@ -533,7 +536,7 @@ inline void attend_unit(bf16* out, const bf16* query, const Cache<bf16>& cache, 
                 _mm512_store_si512(scratch.queries + (t * dim / 2 + d / 2 + i) * kTile, pairs[i]);
         }
         scratch.tiles[t] = {_mm512_set1_ps(-std::numeric_limits<float>::max()),
-                            _mm512_setzero_ps(), _mm512_load_si512(positions)};
+                            _mm512_setzero_ps(), _mm512_load_si512(positions), end};
     }
     std::fill_n(scratch.sums, num_tiles * dim * kTile, 0.0f);
 
@@ -543,16 +546,18 @@ inline void attend_unit(bf16* out, const bf16* query, const Cache<bf16>& cache, 
     for (int64_t start = step.first_key(first_position) / kTile * kTile; start < end;
          start += kChunk) {
         const int64_t count = std::min(kChunk, end - start);
-        const bool is_masked = start + count > first_position + 1 || unit.num_rows % kTile ||
+        const bool is_masked = start + count > first_position + 1 ||
                                step.first_key(last_position) > start;
         transpose_values(scratch, cache, table, unit.kv_head, start, count, end);
         for (int64_t t = 0; t < num_tiles; t++) {
             Tile& tile = scratch.tiles[t];
+            const int64_t seen = std::min(count, tile.end - start);
+            if (seen <= 0) continue;
             float* sums = scratch.sums + t * dim * kTile;
             multiply_keys(scratch, scratch.queries + t * dim / 2 * kTile, cache, table,
-                          unit.kv_head, start, (count + kTile - 1) / kTile * kTile);
-            soften(scratch, tile, sums, dim, start, count, is_masked, step.window, step.scaling);
-            multiply_values(scratch, sums, dim, count);
+                          unit.kv_head, start, (seen + kTile - 1) / kTile * kTile);
+            soften(scratch, tile, sums, dim, start, seen, is_masked, step.window, step.scaling);
+            multiply_values(scratch, sums, dim, seen);
         }
     }
     for (int64_t t = 0; t < num_tiles; t++) {
