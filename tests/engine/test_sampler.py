@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tandem.engine.sampler import Sampled, SampleRequest, sample, uniform
 from tandem.errors import EngineFault
@@ -227,3 +229,30 @@ def test_logits_that_are_not_finite_are_a_fault(bad, temperature):
     logits[1, 2] = bad
     with pytest.raises(EngineFault, match="not finite"):
         sample(logits, [request(), request(temperature=temperature)])
+
+
+def _above(limit: float, most: float) -> st.SearchStrategy[float]:
+    smallest = [5e-324, 1e-320, 1e-45, 1e-38, 1e-7]
+    return st.sampled_from(smallest) | st.floats(limit, most, exclude_min=True)
+
+
+@given(
+    logits=st.lists(st.floats(-1e4, 1e4, width=32), min_size=2, max_size=6),
+    temperature=st.just(0.0) | _above(0, 100),
+    top_p=_above(0, 1),
+    min_p=st.floats(0, 1),
+    repetition_penalty=_above(0, 100),
+    presence_penalty=st.floats(-2, 2),
+    stop_token_ids=st.lists(st.integers(-3, 2**64 - 1), max_size=3).map(tuple),
+    min_tokens=st.integers(0, 3),
+    top_k=st.integers(0, 2**40),
+    seed=st.integers(-(2**63), 2**63 - 1),
+)
+def test_any_allowed_parameters_give_a_token_of_the_vocabulary(logits, **params):
+    """One beyond it would end the engine at its next step."""
+    assert 0 <= choose(logits, (0, 1), (1,), **params) < len(logits)
+
+
+def test_the_smallest_temperature_is_greedy():
+    for temperature in (1e-320, 1e-45, 1e-9):
+        assert choose([0.1, 3.0, 2.9, -1.0], temperature=temperature, seed=3) == 1

@@ -23,6 +23,7 @@ from tandem.errors import EngineFault
 from tandem.types import SamplingParams
 
 _UINT64 = (1 << 64) - 1
+_LEAST = 1e-6  # temperature and repetition penalty: smaller ones overflow
 _NUM_LIKELY = 256  # tokens that nearly always hold the mass of top_p
 
 
@@ -113,7 +114,10 @@ def _draw(scores: torch.Tensor, requests: list[SampleRequest]) -> torch.Tensor:
     """
     params = [request.params for request in requests]
     device = scores.device
-    scores.div_(_column([p.temperature for p in params], torch.float32, device))
+    # The best score becomes 0: however small the temperature, no quotient is infinite.
+    scores.sub_(scores.amax(dim=-1, keepdim=True))
+    temperatures = [max(p.temperature, _LEAST) for p in params]
+    scores.div_(_column(temperatures, torch.float32, device))
     if any(p.top_k > 0 for p in params):
         scores.masked_fill_(scores < _kth_score(scores, [p.top_k for p in params]), -torch.inf)
     probs = torch.softmax(scores, dim=-1)
@@ -174,7 +178,7 @@ def _apply_repetition_penalty(scores: torch.Tensor, requests: list[SampleRequest
     rows, columns = _index(ids, scores.device)
     if len(columns):
         penalties = torch.tensor(
-            [r.params.repetition_penalty for r in requests], device=scores.device
+            [max(r.params.repetition_penalty, _LEAST) for r in requests], device=scores.device
         )[rows]
         seen = scores[rows, columns]
         scores[rows, columns] = torch.where(seen > 0, seen / penalties, seen * penalties)
