@@ -79,8 +79,7 @@ class OrchestratorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     """``parameters`` of the llm model."""
 
     policy: Policy = Policy.AUTO
-    remote_prefill_min_tokens: NonNegativeInt = 128  # auto: shorter uncached prompts stay local
-    remote_prefill_max_queue_tokens: NonNegativeInt = 4096  # auto: more queued there stay local
+    remote_prefill_min_tokens: NonNegativeInt = 128  # policy length: shorter prompts stay local
     block_size: PositiveInt = 16
     max_model_len: PositiveInt = 2048
     default_max_tokens: PositiveInt = 256

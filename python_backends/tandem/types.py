@@ -19,9 +19,11 @@ class Role(StrEnum):
 
 
 class Policy(StrEnum):
-    """How the router chooses a path: by cost, always remote prefill, or never (= colocated)."""
+    """How the router chooses a path: by predicted cost, by the length of the prompt, always remote
+    prefill, or never (= colocated)."""
 
     AUTO = "auto"
+    LENGTH = "length"
     ALWAYS = "always"
     NEVER = "never"
 
@@ -88,3 +90,15 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_free_blocks: int = 0  # free + cached
     num_blocks: int = 0
     max_num_seqs: int = 0  # num_running and num_waiting it takes in all
+    step_s: float = 0.0  # what its next step takes, as it learnt
+    prefill_tokens_per_s: float = 0.0  # beside what decodes; 0: that takes all of max_itl_ms
+    pull_tokens_per_s: float = 0.0  # 0: it has pulled nothing yet
+
+
+class WorkerLoad(msgspec.Struct, frozen=True):
+    """The newest load that a worker told."""
+
+    worker: str
+    incarnation: str
+    load: Load
+    heard_s: float

@@ -11,7 +11,7 @@ from tandem_cli.serve import DEFAULTS, log_printer, run_foreground
 from tandem_cli.server import TandemServer
 
 QUESTION = "What is the capital of France?"
-# Long enough for the prefill pool (policy auto keeps short prompts on the decode engine).
+# Long enough to see the hand-over; the first prompt goes to the prefill pool (policy auto).
 CONTEXT = (
     "France is a country in Western Europe. It borders Belgium, Luxembourg, Germany, Switzerland, "
     "Italy, Monaco, Spain and Andorra. About 68 million people live there. Its largest cities are "

@@ -70,5 +70,5 @@ def fresh_tiny_server(
 
 @pytest.fixture(scope="session")
 def tiny_server(fresh_tiny_server: tuple[TandemServer, Any]) -> TandemServer:
-    """A tiny llama, policy auto, for tests that need any server and leave it as it was."""
+    """A tiny llama, policy length, for tests that need any server and leave it as it was."""
     return fresh_tiny_server[0]

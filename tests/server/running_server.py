@@ -21,9 +21,10 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 @contextmanager
 def serve(
-    model: str | Path, policy: str = "auto", settings: Sequence[str] = (), **options: Any
+    model: str | Path, policy: str = "length", settings: Sequence[str] = (), **options: Any
 ) -> Iterator[TandemServer]:
-    """A ready server; ``settings`` are KEY=VALUE or MODEL.KEY=VALUE. Fails where a trace stays.
+    """A ready server, whose policy lets a test know the path of its prompt from the start;
+    ``settings`` are KEY=VALUE or MODEL.KEY=VALUE. Fails where a trace stays.
 
     The log of the server is shown by pytest when the test fails.
     """

@@ -21,9 +21,9 @@ from tandem_cli.server import TandemServer
 from tandem_client import AsyncTandemClient, Completion, TandemClient
 
 BLOCK_SIZE = 16
-REMOTE_FROM = 32  # auto: prompts with fewer uncached tokens stay local
+REMOTE_FROM = 32  # policy length: prompts with fewer uncached tokens stay local
 FAMILIES = ("llama", "qwen3", "mistral", "gemma", "gpt2")
-POLICIES = ("always", "never", "auto")
+POLICIES = ("always", "never", "length")
 BATCH = (1, 15, 16, 17, 33, 47, 64, 97, 5, 31, 32, 120, 2, 80, 48, 9)  # prompt lengths
 SEEDED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": 1234}
 
@@ -64,7 +64,7 @@ class Served:
 
     def path(self, num_uncached: int) -> str:
         """The path that a prompt must take."""
-        is_remote = {"always": True, "never": False, "auto": num_uncached >= REMOTE_FROM}
+        is_remote = {"always": True, "never": False, "length": num_uncached >= REMOTE_FROM}
         return "remote" if is_remote[self.policy] else "local"
 
     def ask(self, prompt_ids: list[int], **params: Any) -> Completion:
@@ -176,7 +176,7 @@ def test_mixed_batch_of_16(served: Served) -> None:
     for prompt, count, answer in zip(prompts, max_tokens, answers, strict=True):
         assert answer.output_ids == tuple(served.oracle.greedy(prompt, count))
         assert answer.timings.path == served.path(len(prompt))
-    if served.policy == "auto":
+    if served.policy == "length":
         assert {answer.timings.path for answer in answers} == {"remote", "local"}
 
 

@@ -72,7 +72,8 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
         directory = request.getfixturevalue("smollm2")
     else:
         directory = request.getfixturevalue("tiny_model_dir")("llama", request.param)
-    with serve(directory, settings=("max_model_len=512", "kv_cache_mb=64")) as server:
+    settings = ("max_model_len=512", "kv_cache_mb=64")
+    with serve(directory, policy="auto", settings=settings) as server:
         yield Served(server, Oracle(directory))
         wait_until(lambda: held_blocks(server) == 0)
 

@@ -1,5 +1,6 @@
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,7 @@ from tandem.orchestrator.responder import Response, Usage
 from tandem.orchestrator.sampling_defaults import SamplingDefaults
 from tandem.orchestrator.stream_plane import TokenStream
 from tandem.orchestrator.tokenizer import Tokenizer
-from tandem.types import FinishReason, Load, Policy, Role
+from tandem.types import FinishReason, Load, Policy, Role, WorkerLoad
 from tandem.wire import Admitted, Prefilled, PrefillReply, SequenceSpec, TokenEvent
 from tiny_tokenizers import write_byte_level
 
@@ -46,7 +47,7 @@ class StubPlane:
     name = "llm_0_0"
 
     def __init__(self) -> None:
-        self.loads: list[Load] = []
+        self.workers: list[WorkerLoad] = []
         self.streams: dict[str, TokenStream] = {}
         self.closed: list[tuple[str, bool]] = []
         self.kept: list[str] = []
@@ -269,8 +270,15 @@ async def test_local_prefill(make: MakeSetup) -> None:
     assert setup.plane.closed == [(spec.sequence_id, False)]
 
 
-async def test_auto_goes_by_the_length_that_no_worker_has_cached(make: MakeSetup) -> None:
-    setup = make(policy=Policy.AUTO, remote_prefill_min_tokens=20, block_size=4)
+def _worker(role: Role, tokens_per_s: float, **load: float) -> WorkerLoad:
+    changes: dict[str, Any] = load
+    load_ = Load(role=role, num_blocks=99, prefill_tokens_per_s=tokens_per_s, **changes)
+    return WorkerLoad(f"{role}_0_0", "aa", load_, time.monotonic())
+
+
+async def test_policy_length_goes_by_what_no_worker_has_cached(make: MakeSetup) -> None:
+    setup = make(policy=Policy.LENGTH, remote_prefill_min_tokens=20, block_size=4)
+    setup.plane.workers = [_worker(Role.PREFILL, 1000), _worker(Role.DECODE, 1000)]
     await setup.serve(text="x" * 30)
     await setup.serve(text="x" * 30)
     await setup.serve(text="y" * 30)
@@ -279,11 +287,33 @@ async def test_auto_goes_by_the_length_that_no_worker_has_cached(make: MakeSetup
     assert [bool(handle) for _, handle in setup.link.decodes] == [True, False, True, False]
 
 
-async def test_auto_looks_at_the_loads(make: MakeSetup) -> None:
-    setup = make(policy=Policy.AUTO, remote_prefill_min_tokens=1)
-    setup.plane.loads = [Load(role=Role.PREFILL, num_waiting_tokens=10**6)]
+@pytest.mark.parametrize(("waiting", "num_prefills"), [(10**6, 0), (0, 1)])
+async def test_auto_takes_the_path_that_is_expected_to_be_faster(
+    make: MakeSetup, waiting: int, num_prefills: int
+) -> None:
+    setup = make(policy=Policy.AUTO)
+    setup.plane.workers = [
+        _worker(Role.PREFILL, 1000, num_waiting_tokens=waiting),
+        _worker(Role.DECODE, 1000, num_waiting_tokens=100),
+    ]
     await setup.serve()
-    assert setup.link.prefills == []
+    assert len(setup.link.prefills) == num_prefills
+    counters, _, observations = setup.metrics.drain()
+    path = "remote" if num_prefills else "local"
+    assert counters[Key("tandem_path_total", path)] == 1
+    assert [key for key, _ in observations if key.name == "tandem_route_error_seconds"] == [
+        Key("tandem_route_error_seconds", path)
+    ]
+
+
+async def test_a_failed_attempt_leaves_no_work_behind(make: MakeSetup) -> None:
+    """Or the router would think its worker busy for ever."""
+    setup = make(policy=Policy.AUTO)
+    setup.plane.workers = [_worker(Role.PREFILL, 1000), _worker(Role.DECODE, 100)]
+    setup.link.prefill_script = [EngineFault("broken")] * 3
+    await setup.serve(text="x" * 1000)
+    await setup.serve(text="y")
+    assert len(setup.link.prefills) == 4, "the prefill worker is free, and faster"
 
 
 async def test_the_first_token_may_be_the_last(make: MakeSetup) -> None:

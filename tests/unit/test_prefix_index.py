@@ -42,45 +42,34 @@ def test_two_salts_share_no_block() -> None:
     assert roots[0] == ROOT and roots[1] == salted_root("a")
 
 
-def test_a_prompt_is_known_under_its_salt_only() -> None:
-    index = PrefixIndex(block_size=4, capacity=100)
-    index.add(list(range(10)), "a")
-    known = {salt: index.cached_tokens(list(range(10)), salt) for salt in ("a", "b", "")}
-    assert known == {"a": 8, "b": 0, "": 0}
+def _hashes(token_ids: list[int]) -> list[bytes]:
+    return block_hashes(token_ids, 2)
 
 
-def test_whole_leading_blocks_count_as_cached() -> None:
-    index = PrefixIndex(block_size=4, capacity=100)
-    index.add(list(range(10)))
-    assert index.cached_tokens([*range(8), 77, 78, 79]) == 8
-    assert index.cached_tokens([*range(6), 77, 78, 79]) == 4
-    assert index.cached_tokens([77, *range(1, 10)]) == 0
-
-
-def test_the_last_token_of_a_prompt_is_never_cached() -> None:
-    index = PrefixIndex(block_size=4, capacity=100)
-    index.add(list(range(8)))
-    assert index.cached_tokens(list(range(8))) == 4
-    assert index.cached_tokens(list(range(9))) == 8
-    assert index.cached_tokens([]) == 0
+def test_leading_blocks_count_as_cached() -> None:
+    index = PrefixIndex(capacity=100)
+    index.add(_hashes(list(range(10))))
+    assert index.num_cached(_hashes([*range(8), 77, 78, 79])) == 4
+    assert index.num_cached(_hashes([*range(5), 77, 78, 79])) == 2
+    assert index.num_cached(_hashes([77, *range(1, 10)])) == 0
+    assert index.num_cached(_hashes(list(range(10)))) == 5
+    assert index.num_cached([]) == 0
 
 
 def test_the_longest_unused_prompt_is_forgotten_first() -> None:
-    index = PrefixIndex(block_size=2, capacity=4)
-    old, kept, new = [1, 1, 1, 1, 0], [2, 2, 2, 2, 0], [3, 3, 3, 3, 0]
-    index.add(old)
-    index.add(kept)
-    index.add(old)
-    index.add(kept)
-    index.add(new)
-    assert [index.cached_tokens(prompt) for prompt in (old, kept, new)] == [0, 4, 4]
+    index = PrefixIndex(capacity=4)
+    old, kept, new = (_hashes([token] * 4) for token in (1, 2, 3))
+    for hashes in (old, kept, old, kept, new):
+        index.add(hashes)
+    assert [index.num_cached(hashes) for hashes in (old, kept, new)] == [0, 2, 2]
     assert len(index) == 4
 
 
 def test_a_prompt_loses_its_last_block_before_its_first() -> None:
-    index = PrefixIndex(block_size=2, capacity=3)
-    index.add([1, 1, 1, 1, 0])
-    index.add([2, 2, 2, 2, 0])
-    assert index.cached_tokens([1, 1, 1, 1, 0]) == 2
-    index.add(list(range(10, 21)))
-    assert index.cached_tokens(list(range(10, 21))) == 6
+    index = PrefixIndex(capacity=3)
+    first, second, long = _hashes([1] * 4), _hashes([2] * 4), _hashes(list(range(10, 21)))
+    index.add(first)
+    index.add(second)
+    assert index.num_cached(first) == 1
+    index.add(long)
+    assert index.num_cached(long) == 3

@@ -129,6 +129,8 @@ class Engine:
             self._scheduler.pulled(sequence)
             assert sequence.handle is not None and sequence.scheduled_s is not None
             num_cached_blocks = sequence.num_cached // self._limits.block_size
+            num_pulled = sequence.num_computed - sequence.num_cached
+            self._imports.note_rate(num_pulled, done.result.seconds)
             self._reply(
                 sequence,
                 wire.Admitted(
@@ -181,6 +183,9 @@ class Engine:
             num_free_blocks=self._blocks.num_available,
             num_blocks=self._blocks.num_blocks,
             max_num_seqs=self._scheduler.max_num_seqs,
+            step_s=self._scheduler.step_s,
+            prefill_tokens_per_s=self._scheduler.prefill_tokens_per_s,
+            pull_tokens_per_s=self._imports.pull_tokens_per_s,
         )
 
     def stats(self) -> wire.Stats:

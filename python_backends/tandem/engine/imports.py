@@ -14,6 +14,8 @@ from tandem.kv.handle import KVHandle
 from tandem.transport.fenced_pull import FencedPuller, PullResult
 from tandem.wire import SequenceSpec
 
+_KEEP = 0.8  # of what the pulls before weigh in the rate
+
 
 @dataclass(frozen=True)
 class PullDone:
@@ -54,6 +56,17 @@ class Imports:
         self._spawn = spawn
         self._done = done
         self._wall_clock = wall_clock
+        self._recent_tokens = self._recent_s = 0.0
+
+    @property
+    def pull_tokens_per_s(self) -> float:
+        """Of the last pulls; 0 before the first one."""
+        return self._recent_tokens / self._recent_s if self._recent_s else 0.0
+
+    def note_rate(self, num_tokens: int, seconds: float) -> None:
+        """A pull of so many tokens took so long."""
+        self._recent_tokens = _KEEP * self._recent_tokens + num_tokens
+        self._recent_s = _KEEP * self._recent_s + seconds
 
     def verify(self, blob: bytes, spec: SequenceSpec) -> KVHandle:
         """The handle of ``spec``'s KV, or ``InvalidHandle``; nothing has been allocated yet."""

@@ -62,8 +62,10 @@ class Scheduler:
 
     @property
     def step_s(self) -> float:
-        """What a step takes now, without any prefill."""
-        return self._step_cost.seconds(len(self.decoding), 0)
+        """What the next step is expected to take."""
+        num_decoding = len(self.decoding)
+        budget = min(self.num_waiting_tokens, self._prefill_budget(num_decoding))
+        return self._step_cost.seconds(num_decoding, budget)
 
     @property
     def prefill_tokens_per_s(self) -> float:

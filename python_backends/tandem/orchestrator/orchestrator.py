@@ -22,22 +22,22 @@ import numpy.typing as npt
 
 from tandem.config import OrchestratorSettings
 from tandem.errors import EngineFault, PullFailed, RequestCancelled, TandemError, Unavailable
+from tandem.kv.block_hash import block_hashes, salted_root
 from tandem.metrics import MetricsBuffer
 from tandem.orchestrator.admission import Admission, Ticket
 from tandem.orchestrator.contract import parse_request
 from tandem.orchestrator.generate_request import GenerateRequest
 from tandem.orchestrator.generation import Generation
 from tandem.orchestrator.link import Link
-from tandem.orchestrator.prefix_index import PrefixIndex
+from tandem.orchestrator.path_costs import Path
 from tandem.orchestrator.responder import Responder
-from tandem.orchestrator.router import Path, choose_path
+from tandem.orchestrator.router import Placement, Router
 from tandem.orchestrator.sampling_defaults import SamplingDefaults
 from tandem.orchestrator.stream_plane import StreamPlane, TokenStream
 from tandem.orchestrator.text_assembler import TextAssembler
 from tandem.orchestrator.tokenizer import Tokenizer
 from tandem.wire import Prefilled, SequenceSpec
 
-_PREFIX_INDEX_BLOCKS = 65536
 _log = logging.getLogger(__name__)
 
 
@@ -66,7 +66,7 @@ class Orchestrator:
         self._metrics = metrics
         self._clock = clock
         self._draw_seed = draw_seed
-        self._prefixes = PrefixIndex(settings.block_size, _PREFIX_INDEX_BLOCKS)
+        self._router = Router(settings, metrics)
         self._admission = Admission(settings, lambda: plane.loads, metrics, clock)
         self._tokenize_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._num_live = 0
@@ -160,9 +160,10 @@ class Orchestrator:
         for attempt in range(self._settings.max_attempts):
             await self._admission.enter(ticket)
             stream = self._plane.open(f"{request_id}.{attempt}")
+            placement = self._place(generation, stream)
             is_complete = False
             try:
-                is_complete = await self._attempt(generation, stream, ticket)
+                is_complete = await self._attempt(generation, stream, placement, ticket)
                 return
             except (Unavailable, PullFailed, EngineFault) as error:
                 if attempt + 1 == self._settings.max_attempts:
@@ -172,17 +173,18 @@ class Orchestrator:
                 self._metrics.count("tandem_reprefills_total")
             finally:
                 self._plane.close(stream, cancel=not is_complete)
+                self._router.ended(placement)
 
-    async def _attempt(self, generation: Generation, stream: TokenStream, ticket: Ticket) -> bool:
+    async def _attempt(
+        self, generation: Generation, stream: TokenStream, placement: Placement, ticket: Ticket
+    ) -> bool:
         """Runs a sequence to the end of the output. True if its engine ended it as well, False if
         the engine still has to be told.
         """
-        path = self._choose_path(generation)
-        generation.timings.path = path
-        self._metrics.count("tandem_path_total", label_value=path)
         handle = b""
-        if path is Path.REMOTE:
+        if placement.path is Path.REMOTE:
             reply, handle = await self._link.prefill(self._spec(generation, stream))
+            self._router.prefilled(placement, reply.worker, self._clock())
             self._plane.keep_lease(stream)
             generation.prefilled_remotely(reply)
             generation.take(reply.token)
@@ -191,22 +193,33 @@ class Orchestrator:
         admitted = await self._link.decode(self._spec(generation, stream), handle)
         self._plane.admitted(stream, admitted.worker, admitted.incarnation)
         generation.admitted(admitted)
-        self._prefixes.add(generation.prompt_ids, generation.request.cache_salt)
+        if placement.path is Path.REMOTE:
+            self._router.pulled(placement, admitted.worker, self._clock())
         engine_ended = False
         while generation.finish_reason is None:
             event = await stream.get()
             self._admission.started(ticket)
             if isinstance(event, Prefilled):
                 generation.prefilled_locally(event)
+                self._router.prefilled(placement, admitted.worker, self._clock())
             else:
                 generation.take(event)
                 engine_ended = event.finish_reason is not None
         return engine_ended
 
-    def _choose_path(self, generation: Generation) -> Path:
-        prompt_ids, salt = generation.prompt_ids, generation.request.cache_salt
-        num_uncached = len(prompt_ids) - self._prefixes.cached_tokens(prompt_ids, salt)
-        return choose_path(self._settings, num_uncached, self._plane.loads)
+    def _place(self, generation: Generation, stream: TokenStream) -> Placement:
+        token_ids = (*generation.prompt_ids, *generation.output_ids)
+        cache_salt = generation.request.cache_salt
+        placement = self._router.place(
+            stream.sequence_id,
+            len(token_ids),
+            block_hashes(token_ids, self._settings.block_size, salted_root(cache_salt)),
+            self._plane.workers,
+            self._clock(),
+        )
+        generation.timings.path = placement.path
+        self._metrics.count("tandem_path_total", label_value=placement.path)
+        return placement
 
     def _spec(self, generation: Generation, stream: TokenStream) -> SequenceSpec:
         return SequenceSpec(

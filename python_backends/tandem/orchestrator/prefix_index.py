@@ -1,41 +1,32 @@
-"""Which prompt prefixes a pool probably has cached: a guess for the router, never for an engine."""
+"""Which blocks a worker probably has cached: a guess for the router, never for an engine."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from tandem.kv.block_hash import block_hashes, salted_root
-
 
 class PrefixIndex:
-    """The hashes of the last ``capacity`` prompt blocks a pool was given, forgotten LRU."""
+    """The hashes of the last ``capacity`` prompt blocks a worker was seen to hold; LRU."""
 
-    def __init__(self, block_size: int, capacity: int) -> None:
-        """``block_size`` in tokens, as the engines have it; ``capacity`` in blocks."""
-        self._block_size = block_size
+    def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def cached_tokens(self, prompt_ids: Sequence[int], salt: str = "") -> int:
-        """Tokens in the whole leading blocks known here; at most all but one of the prompt.
-
-        The last token is always computed, since its logits give the first output token.
-        """
-        num_cached = 0
-        for block in block_hashes(prompt_ids[:-1], self._block_size, salted_root(salt)):
+    def num_cached(self, hashes: Sequence[bytes]) -> int:
+        """How many leading blocks of a prompt with these hashes are known here."""
+        for index, block in enumerate(hashes):
             if block not in self._blocks:
-                break
-            num_cached += self._block_size
-        return num_cached
+                return index
+        return len(hashes)
 
-    def add(self, prompt_ids: Sequence[int], salt: str = "") -> None:
-        """Remembers every full block of a prompt that was given to the pool."""
+    def add(self, hashes: Sequence[bytes]) -> None:
+        """Remembers the full blocks of a prompt whose KV is at the worker."""
         # Last block first: the first block, which all others need, then is the last to go.
-        for block in reversed(block_hashes(prompt_ids, self._block_size, salted_root(salt))):
+        for block in reversed(hashes):
             self._blocks[block] = None
             self._blocks.move_to_end(block)
         while len(self._blocks) > self._capacity:

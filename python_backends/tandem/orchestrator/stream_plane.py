@@ -20,7 +20,7 @@ import zmq.asyncio
 
 from tandem import wire
 from tandem.errors import EngineDied, TandemError, from_wire
-from tandem.types import Load
+from tandem.types import Load, WorkerLoad
 
 PING_S = 1.0
 _RENEW_EVERY_PINGS = 5
@@ -106,6 +106,15 @@ class StreamPlane:
     @property
     def loads(self) -> list[Load]:
         return [w.load for w in self._workers.values() if w.load is not None]
+
+    @property
+    def workers(self) -> list[WorkerLoad]:
+        """Every engine that lives, with the newest load it told."""
+        return [
+            WorkerLoad(w.name, incarnation, w.load, w.last_heard_s)
+            for incarnation, w in self._workers.items()
+            if w.load is not None
+        ]
 
     def open(self, sequence_id: str) -> TokenStream:
         stream = self._streams[sequence_id] = TokenStream(sequence_id)
