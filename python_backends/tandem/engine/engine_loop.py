@@ -24,6 +24,7 @@ class EngineLoop:
 
     def run(self, engine: Engine, io: EngineIO) -> None:
         """Until a ``Shutdown``. Waits for events only when there is nothing to compute."""
+        io.load = engine.load()  # an orchestrator may hear of it before the first step ends
         did_compute = False
         while True:
             wait_s = 0.0 if did_compute else self._publish(engine, io)
