@@ -48,6 +48,7 @@ class StubPlane:
 
     def __init__(self) -> None:
         self.workers: list[WorkerLoad] = []
+        self.loads: list[Load] = []
         self.streams: dict[str, TokenStream] = {}
         self.closed: list[tuple[str, bool]] = []
         self.kept: list[str] = []
@@ -508,7 +509,8 @@ async def test_a_timeout_that_is_kept_changes_nothing(make: MakeSetup) -> None:
 async def test_the_salt_goes_to_the_engines_and_to_the_guess_of_what_they_have(
     make: MakeSetup,
 ) -> None:
-    setup = make(policy=Policy.AUTO, remote_prefill_min_tokens=20, block_size=4)
+    setup = make(policy=Policy.LENGTH, remote_prefill_min_tokens=20, block_size=4)
+    setup.plane.workers = [_worker(Role.PREFILL, 1000), _worker(Role.DECODE, 1000)]
     for salt in ({"cache_salt": "a"}, {"cache_salt": "a"}, {"cache_salt": "b"}, {}, {}):
         await setup.serve(text="x" * 30, **salt)
     assert [spec.cache_salt for spec in setup.link.prefills] == ["a", "b", ""]
