@@ -253,6 +253,12 @@ def test_any_allowed_parameters_give_a_token_of_the_vocabulary(logits, **params)
     assert 0 <= choose(logits, (0, 1), (1,), **params) < len(logits)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_there_is_a_token_where_every_one_is_a_stop_token(temperature):
+    stops = {"stop_token_ids": (0, 1, 2, -7, 10**6), "min_tokens": 1}
+    assert choose([0.1, 3.0, 2.9], temperature=temperature, **stops) in (0, 1, 2)
+
+
 def test_the_smallest_temperature_is_greedy():
     for temperature in (1e-320, 1e-45, 1e-9):
         assert choose([0.1, 3.0, 2.9, -1.0], temperature=temperature, seed=3) == 1

@@ -204,13 +204,14 @@ def _suppress_stops(scores: torch.Tensor, requests: list[SampleRequest]) -> None
     vocab_size = scores.shape[-1]
     ids = [
         np.asarray(
-            [i for i in r.params.stop_token_ids if i < vocab_size] if r.must_not_stop else [],
+            [i for i in r.params.stop_token_ids if 0 <= i < vocab_size] if r.must_not_stop else [],
             dtype=np.int64,
         )
         for r in requests
     ]
     rows, columns = _index(ids, scores.device)
-    scores[rows, columns] = float("-inf")
+    # Not infinite: there is a token also where every one is a stop token.
+    scores[rows, columns] = torch.finfo(scores.dtype).min
 
 
 def _index(
