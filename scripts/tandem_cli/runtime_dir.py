@@ -45,7 +45,8 @@ def remove_stale(parent: Path = Path("/tmp"), shm: Path = SHM) -> list[Path]:
 
 
 def _take_lock(folder: Path) -> TextIO:
-    draft = (folder / "lock.draft").open("w")
+    descriptor = os.open(folder / "lock.draft", os.O_WRONLY | os.O_CREAT, 0o600)
+    draft = os.fdopen(descriptor, "w")
     fcntl.flock(draft, fcntl.LOCK_EX)
     (folder / "lock.draft").rename(folder / "lock")  # never seen without its lock
     return draft

@@ -40,6 +40,7 @@ class ServerProcess:
             text=True,
             errors="replace",
             start_new_session=True,
+            umask=0o077,  # its sockets and its files in /dev/shm are nobody else's
             preexec_fn=_end_with_parent,
         )
         self._reader = threading.Thread(target=self._read_log, name="server-log", daemon=True)
