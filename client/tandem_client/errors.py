@@ -26,7 +26,11 @@ class InvalidRequest(TandemClientError):
 
 
 class Unavailable(TandemClientError):
-    pass
+    @property
+    def retry_after_s(self) -> float | None:
+        """What an overloaded server thinks it takes; None where it does not say."""
+        hint = re.search(r"retry after (\d+(?:\.\d+)?) s", str(self))
+        return float(hint[1]) if hint else None
 
 
 class Cancelled(TandemClientError):

@@ -141,6 +141,14 @@ def test_errors_are_told_apart_by_the_code_in_the_text(
         assert str(caught.value) == shown
 
 
+def test_an_overloaded_server_says_when_to_come_again(serve: Serve, scheme: str, api: str) -> None:
+    for message, seconds in (("overloaded: 9 wait; retry after 9.3 s", 9.3), ("gone", None)):
+        fake = serve(scheme, [Error(f"[UNAVAILABLE] {message}")])
+        with pytest.raises(Unavailable) as caught:
+            generate(api, fake.url)
+        assert caught.value.retry_after_s == seconds
+
+
 def test_an_error_amid_a_stream_without_a_code_is_the_servers(
     serve: Serve, scheme: str, api: str
 ) -> None:
