@@ -63,13 +63,13 @@ def test_the_ensemble_hands_salt_and_timeout_on(tiny_server: TandemServer) -> No
 
 @pytest.fixture
 def endless(tiny_server: TandemServer) -> dict[str, Any]:
-    return {"input_ids": fresh_prompt(200), "max_tokens": 300, "ignore_eos": True}
+    return {"input_ids": fresh_prompt(20), "max_tokens": 480, "ignore_eos": True}
 
 
 def assert_ended_in_time(server: TandemServer, answer: Answer) -> None:
     assert answer.error is None
     assert answer.final("finish_reason") == "timeout"
-    assert 1 <= answer.final("num_output_tokens") < 300
+    assert 1 <= answer.final("num_output_tokens") < 480
     wait_until(lambda: held_blocks(server) == 0, 1.5)
 
 
@@ -77,7 +77,7 @@ def assert_ended_in_time(server: TandemServer, answer: Answer) -> None:
 def test_a_timeout_ends_the_output(
     tiny_server: TandemServer, endless: dict[str, Any], protocol: str
 ) -> None:
-    answer = ask(tiny_server, protocol, endless | {"timeout": 500_000})
+    answer = ask(tiny_server, protocol, endless | {"timeout": 200_000})
     assert_ended_in_time(tiny_server, answer)
 
 
@@ -85,7 +85,7 @@ def test_tritons_own_timeout_is_the_same(
     tiny_server: TandemServer, endless: dict[str, Any]
 ) -> None:
     """What ``timeout=`` of tritonclient sends."""
-    request = infer_request("llm", tensors_of(endless), {"timeout": 500_000})
+    request = infer_request("llm", tensors_of(endless), {"timeout": 200_000})
     assert_ended_in_time(tiny_server, stream_infer(tiny_server, request))
 
 
@@ -93,13 +93,15 @@ def test_tritons_own_timeout_is_the_same(
 def test_what_expires_before_its_first_token_is_refused(
     tiny_server: TandemServer, endless: dict[str, Any], protocol: str
 ) -> None:
-    num_computed = metric(tiny_server, "tandem_computed_tokens_total")
+    num_placed = metric(tiny_server, "tandem_path_total")
+    refused = {"name": "tandem_requests_total", "outcome": "UNAVAILABLE"}
+    num_refused = metric(tiny_server, **refused)
     answer = ask(tiny_server, protocol, endless | {"timeout": 1})
     assert answer.responses == []
     assert answer.error is not None
     assert "[UNAVAILABLE] no token within its timeout of 1 µs" in answer.error
-    wait_until(lambda: held_blocks(tiny_server) == 0, 1.5)
-    assert metric(tiny_server, "tandem_computed_tokens_total") == num_computed
+    wait_until(lambda: metric(tiny_server, **refused) == num_refused + 1)
+    assert metric(tiny_server, "tandem_path_total") == num_placed, "no engine heard of it"
 
 
 def test_priorities_are_taken(tiny_server: TandemServer, endless: dict[str, Any]) -> None:

@@ -342,6 +342,13 @@ def test_the_number_of_stop_strings_is_limited() -> None:
         parse(stop=text("a", "b", "c", "d"))
 
 
+def test_stop_token_ids_are_limited() -> None:
+    ids = np.arange(256, dtype=np.int32)
+    assert len(parse(stop_token_ids=ids).stop_token_ids) == 256
+    with refused("stop_token_ids", "at most 256 ids", "257"):
+        parse(stop_token_ids=np.arange(257, dtype=np.int32))
+
+
 def test_what_the_queue_goes_by() -> None:
     """Triton hands on its own ``timeout``, in µs, as a parameter."""
     request = parse({"timeout": 2_500_000}, priority=int32(-3), cache_salt=text("tenant 7"))

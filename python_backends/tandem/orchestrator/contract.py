@@ -104,11 +104,12 @@ def _check_together(values: _Values, settings: OrchestratorSettings) -> None:
         raise InvalidRequest(
             given[0], f"must be at most {settings.max_prompt_bytes} bytes; got {size}"
         )
-    num_stop = len(values.get("stop", ()))
-    if num_stop > settings.max_stop_strings:
-        raise InvalidRequest(
-            "stop", f"must be at most {settings.max_stop_strings} strings; got {num_stop}"
-        )
+    for name, limit, what in (
+        ("stop", settings.max_stop_strings, "strings"),
+        ("stop_token_ids", settings.max_stop_token_ids, "ids"),
+    ):
+        if (count := len(values.get(name, ()))) > limit:
+            raise InvalidRequest(name, f"must be at most {limit} {what}; got {count}")
     min_tokens, max_tokens = values.get("min_tokens", 0), values.get("max_tokens")
     if max_tokens is not None and min_tokens > max_tokens:
         raise InvalidRequest(
