@@ -226,21 +226,27 @@ def test_a_class_has_a_budget_of_prompt_tokens() -> None:
     queue = Queue(max_queued_tokens=100)
     queue.fill()
     queue.come(60, priority=1)
-    with pytest.raises(Unavailable, match="low priority: 60 of 100 prompt tokens wait"):
-        queue.come(41, priority=2)
-    assert queue.waiting(PriorityClass.LOW) == (1, 60)
-    queue.come(40, priority=2)
+    tokenizing = queue.admission.arrive(2)
+    queue.come(50, priority=2)
+    with pytest.raises(Unavailable, match="low priority: 110 of 100 prompt tokens wait"):
+        queue.admission.accept(tokenizing, 1, None)
     with pytest.raises(Unavailable):
         queue.admission.arrive(1)  # before it is tokenized
+    queue.admission.leave(tokenizing)
+    assert queue.waiting(PriorityClass.LOW) == (2, 110)
     queue.come(60)
     assert queue.waiting() == (1, 60)
 
 
-def test_a_prompt_beyond_the_budget_is_taken_by_an_empty_queue() -> None:
-    queue = Queue(max_queued_tokens=10)
+def test_a_queue_that_has_room_takes_a_prompt_of_any_length() -> None:
+    """Short prompts would fill the last room of a full queue for ever, and long ones never fit."""
+    queue = Queue(max_queued_tokens=100)
     queue.fill()
-    queue.come(50)
-    assert queue.waiting() == (1, 50)
+    queue.come(99)
+    queue.come(5000)
+    assert queue.waiting() == (2, 5099)
+    with pytest.raises(Unavailable):
+        queue.come(1)
 
 
 def _drain(queue: Queue, seconds: int, tokens_per_s: int) -> None:
@@ -317,7 +323,7 @@ def test_ten_times_the_load_is_served_at_capacity_and_forgotten_at_once() -> Non
         most_waiting = max(most_waiting, int(waiting[1]))
     in_time = [finish_s for finish_s, _ in done if finish_s < end_s]
     assert len(in_time) >= 0.97 * 60 * num_places / service_s
-    assert most_waiting <= 1000
+    assert most_waiting < 1000 + 150
     assert num_refused > 5 * len(done)
     assert max(finish_s - ticket.arrived_s for finish_s, ticket in done) < 30, "bounded wait"
     assert queue.come() is queue.let_in[-1], "at once"

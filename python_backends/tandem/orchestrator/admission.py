@@ -103,7 +103,7 @@ class Admission:
         limit = self.settings.max_queued_requests
         if waiting.num_requests >= limit:
             raise self._refused(ticket, f"{limit} requests wait (max_queued_requests)")
-        self._check_tokens(ticket, waiting, 1)
+        self._check_tokens(ticket, waiting)
         self._count(ticket, +1, 0)
         return ticket
 
@@ -113,7 +113,7 @@ class Admission:
         is not refused any more.
         """
         waiting = self._waiting[ticket.priority_class]
-        self._check_tokens(ticket, waiting, num_tokens)
+        self._check_tokens(ticket, waiting)
         expected_s = self._expected_wait_s(ticket)
         if left_s is not None and expected_s is not None and expected_s > left_s:
             raise self._refused(ticket, f"a wait of {expected_s:.1f} s is longer than its timeout")
@@ -199,10 +199,10 @@ class Admission:
     def _num_blocks(self, ticket: Ticket) -> int:
         return ticket.num_tokens // self.settings.block_size + 1  # with its next token
 
-    def _check_tokens(self, ticket: Ticket, waiting: _Waiting, num_tokens: int) -> None:
-        """A prompt that is larger than the budget is taken while no other waits."""
+    def _check_tokens(self, ticket: Ticket, waiting: _Waiting) -> None:
+        """Whatever its own length: or else a queue that is full has room for short prompts only."""
         limit = self.settings.max_queued_tokens
-        if waiting.num_tokens and waiting.num_tokens + num_tokens > limit:
+        if waiting.num_tokens >= limit:
             reason = f"{waiting.num_tokens} of {limit} prompt tokens wait (max_queued_tokens)"
             raise self._refused(ticket, reason)
 
