@@ -53,17 +53,24 @@ class NixlOptions:
         ucx = ({"NET_DEVICES": interface} if interface else {}) | dict(self.ucx)
         return {"engine_config": ",".join(f"{k}={v}" for k, v in ucx.items())} if ucx else {}
 
+    def make_agent(self, *, serves: bool) -> NixlAgent:
+        return NixlAgent(self.backend, self.plugin_options, serves=serves)
+
 
 class NixlTransport:
+    """One agent pulls; every region has another that serves it."""
+
     def __init__(self, options: NixlOptions | None = None) -> None:
         self._options = options or NixlOptions()
-        self._agent = NixlAgent(self._options.backend, self._options.plugin_options)
+        self._agent = self._options.make_agent(serves=False)
         self._memory = _RegisteredMemory(self._agent)
         self._scratch = Scratch()
         self._memory.address_of(self._scratch.buffer)
 
     def export(self, shape: RegionShape, incarnation: str) -> NixlRegion:
-        return NixlRegion(self._options, self._agent, self._memory, shape, incarnation)
+        region = NixlRegion(self._options, shape, incarnation)
+        self._memory.address_of(region.slab)  # now, not with the first pull
+        return region
 
     def connect(self, endpoint: str, incarnation: str) -> NixlPeer:
         acquaintance = Acquaintance(endpoint, incarnation, self._options.control_timeout_s)
@@ -93,13 +100,11 @@ class NixlTransport:
 
 
 class NixlRegion:
-    """This process's region: one allocation, registered once, for the life of the process."""
+    """This process's region: one allocation for the life of the process."""
 
     def __init__(
         self,
         options: NixlOptions,
-        agent: NixlAgent,
-        memory: _RegisteredMemory,
         shape: RegionShape,
         incarnation: str,
     ) -> None:
@@ -108,12 +113,14 @@ class NixlRegion:
         buffer = np.frombuffer(mapped, dtype=np.uint8)
         write_header(buffer, shape, incarnation)
         view = RegionView(buffer, shape)
+        self._agent = options.make_agent(serves=True)
+        self._agent.register(buffer.ctypes.data, buffer.nbytes)
         introduction = Introduction(
             version=VERSION,
             backend=options.backend,
-            agent=agent.name,
-            address=memory.address_of(buffer),
-            metadata=agent.metadata(),
+            agent=self._agent.name,
+            address=buffer.ctypes.data,
+            metadata=self._agent.metadata(),
             num_blocks=shape.num_blocks,
             block_bytes=shape.block_bytes,
             num_slots=shape.num_slots,
@@ -124,8 +131,9 @@ class NixlRegion:
         self.endpoint = self._server.endpoint
 
     def close(self) -> None:
-        """Strangers are no longer let in; the memory stays."""
+        """Nobody is let in or served any more."""
         self._server.close()
+        self._agent.close()
 
 
 class NixlPeer:

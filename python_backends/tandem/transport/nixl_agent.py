@@ -51,11 +51,13 @@ class _Transfer:
 class NixlAgent:
     """Safe to call from any thread; everything of NIXL is touched by the thread ``nixl`` only.
 
-    ``backend`` is NIXL's plugin name, ``options`` are those of the plugin. Raises ``ConfigError``
-    if either cannot be had on this machine.
+    ``backend`` is NIXL's plugin name, ``options`` are those of the plugin. An agent whose memory
+    others reach ``serves``: a thread of NIXL answers them, however busy the interpreter is. One
+    that only pulls does without; the two threads would halve its rate. Raises ``ConfigError`` if
+    the backend cannot be had on this machine.
     """
 
-    def __init__(self, backend: str, options: Mapping[str, str]) -> None:
+    def __init__(self, backend: str, options: Mapping[str, str], *, serves: bool) -> None:
         self.name = uuid.uuid4().hex  # never the name of an earlier start
         self._bindings = _load_bindings()
         self._agent: Any = None  # made and ended on the owner thread
@@ -66,7 +68,7 @@ class NixlAgent:
         self._thread = threading.Thread(target=self._run, name="nixl", daemon=True)
         self._thread.start()
         try:
-            self._call(lambda: self._open(backend, dict(options)))
+            self._call(lambda: self._open(backend, dict(options), serves))
         except PullFailed as error:
             self.close()
             raise ConfigError(f"NIXL has no backend {backend} here: {error}") from error
@@ -141,9 +143,9 @@ class NixlAgent:
         age_s = time.monotonic() - self._transfers[-1].started_s
         return min(max(age_s / 100, _MIN_PAUSE_S), _MAX_PAUSE_S)
 
-    def _open(self, backend: str, options: dict[str, str]) -> None:
+    def _open(self, backend: str, options: dict[str, str], serves: bool) -> None:
         config = self._bindings.nixlAgentConfig()
-        config.useProgThread = True  # or else a busy interpreter never serves a pull
+        config.useProgThread = serves
         config.pthrDelay = _PROGRESS_PERIOD_US
         config.useListenThread = False
         config.syncMode = self._bindings.NIXL_THREAD_SYNC_RW
