@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 
@@ -74,3 +76,31 @@ async def test_who_is_cancelled_while_waiting_takes_no_place() -> None:
     assert len(calls.running) == 2
     calls.running[1].set_result("done")
     assert await third == "done"
+
+
+async def test_an_error_keeps_nothing_of_its_caller_alive() -> None:
+    """A request's response sender above all: as long as one lives, Triton cannot unload llm."""
+
+    class Sender:
+        pass
+
+    async def fail() -> str:
+        raise Unavailable("down")
+
+    async def serve(sender: Sender) -> None:
+        with pytest.raises(Unavailable):
+            await call(sender)
+
+    async def call(sender: Sender) -> str:
+        return await CallPlaces(1).run(Role.PREFILL, fail)
+
+    sender = Sender()
+    reference = weakref.ref(sender)
+    gc.disable()
+    try:
+        await serve(sender)
+        del sender
+        await settle()
+        assert reference() is None
+    finally:
+        gc.enable()

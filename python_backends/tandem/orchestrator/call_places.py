@@ -34,4 +34,7 @@ class CallPlaces:
                 call.exception()  # or asyncio reports one that nobody waited for
 
         call.add_done_callback(give_back)
-        return await asyncio.shield(call)
+        try:
+            return await asyncio.shield(call)
+        finally:
+            del call  # it keeps its error, whose traceback keeps this frame and all its callers'

@@ -146,16 +146,17 @@ class TritonPythonModel:
 
 
 class _TritonResponder:
-    """Triton frees what is behind a sender with its final response: asking it after that whether
-    the request is cancelled ends the whole server.
+    """Lets go of its sender with the final response. Triton frees what is behind it then: asking it
+    after that whether the request is cancelled ends the whole server. And as long as the sender
+    lives, perhaps in the traceback of an error, the model cannot be unloaded.
     """
 
     def __init__(self, sender: Any) -> None:
-        self._sender = sender
-        self._is_closed = False
+        self._sender: Any | None = sender
         self.checked_s = time.monotonic()
 
     def send(self, response: Response) -> None:
+        assert self._sender is not None
         self._sender.send(pb_utils.InferenceResponse(_text_tensors(response)))
 
     def send_final(self, response: Response, usage: Usage) -> None:
@@ -174,12 +175,12 @@ class _TritonResponder:
         self._send_last(error_response(error))
 
     def _send_last(self, response: Any) -> None:
-        self._is_closed = True
-        send_final(self._sender, response)
+        sender, self._sender = self._sender, None
+        send_final(sender, response)
 
     def is_cancelled(self) -> bool:
         self.checked_s = time.monotonic()
-        return not self._is_closed and bool(self._sender.is_cancelled())
+        return self._sender is not None and bool(self._sender.is_cancelled())
 
 
 def _text_tensors(response: Response) -> list[Any]:
