@@ -13,6 +13,7 @@ from tandem.kv.lease_board import Lease, LeaseBoard
 from tandem.transport.base import Bytes, RegionShape
 from tandem.transport.fenced_pull import FencedPuller
 from tandem.transport.in_process import InProcessTransport
+from tandem.transport.shm import ShmTransport
 
 BLOCK_BYTES = 64
 NUM_BLOCKS = 16
@@ -334,3 +335,55 @@ def test_one_handle_in_eight_threads_moves_right_bytes_or_none(setup: Setup) -> 
     for index, succeeded in enumerate(outcomes):
         assert not succeeded or (setup.slab[index] == 6).all()
     assert setup.board.collect() == [(_lease(handle), True)]
+
+
+def test_torn_reads_of_real_shared_memory_are_never_believed() -> None:
+    """The exporter's thread ends the lease and writes over the blocks while they are copied."""
+    num_blocks, block_bytes, num_rounds = 16, 1 << 18, 60
+    transport = ShmTransport()
+    region = transport.export(RegionShape(num_blocks, block_bytes, 1), "one")
+    board = LeaseBoard(region.slots, TTL_S, lambda: 0.0)
+    slab: Bytes = np.zeros((num_blocks, block_bytes), dtype=np.uint8)
+    puller = FencedPuller(transport, slab, timeout_s=60.0)
+    everything = range(num_blocks)
+    may_write, was_written = threading.Semaphore(0), threading.Semaphore(0)
+
+    def write_over() -> None:
+        for value in range(num_rounds):
+            may_write.acquire()
+            board.revoke(lease)
+            region.slab[:] = value + 100
+            was_written.release()
+
+    num_torn = num_refused = 0
+    with ThreadPoolExecutor(1) as exporter:
+        writing = exporter.submit(write_over)
+        for value in range(num_rounds):
+            region.slab[:] = value
+            lease = board.grant()
+            handle = KVHandle(
+                version=VERSION,
+                incarnation="one",
+                transport="shm",
+                endpoint=region.endpoint,
+                fingerprint="f",
+                block_ids=tuple(everything),
+                num_tokens=1,
+                slot=lease.slot,
+                generation=lease.generation,
+                expires_unix_s=1e12,
+                sequence_id="s",
+                first_token=0,
+            )
+            may_write.release()
+            try:
+                puller.pull(handle, everything, everything)
+            except FenceBroken:
+                num_refused += 1
+                num_torn += len(np.unique(slab[:, 0])) > 1
+            else:
+                assert (slab == value).all()
+            was_written.acquire()
+        writing.result()
+    puller.close()
+    assert num_refused, f"the test's premise: pulls were disturbed ({num_torn} were torn)"
