@@ -29,6 +29,6 @@ ENV TANDEM_TRITON=/opt/tritonserver
 
 EXPOSE 8000 8001 8002
 STOPSIGNAL SIGTERM
-HEALTHCHECK --start-period=10m CMD curl -fs http://127.0.0.1:8000/v2/health/ready
-# tandem serve stops Triton and its engines itself; give `docker stop` the time: --time 45.
+HEALTHCHECK --start-period=10m --timeout=70s CMD ["tandem", "health"]
+# tandem serve drains, then stops Triton and its engines; give `docker stop` the time: --time 75.
 ENTRYPOINT ["tandem", "serve", "--host", "0.0.0.0"]

@@ -62,6 +62,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     pull_timeout_s: PositiveFloat = 5.0
     orchestrator_timeout_s: PositiveFloat = 5.0  # silence after which its sequences are dropped
     start_timeout_s: PositiveFloat = 600.0  # load time after which an engine is given up
+    engine_timeout_s: PositiveFloat = 5.0  # silence after which a frozen engine is replaced
+    step_timeout_s: PositiveFloat = 120.0  # length of one step after which the engine is replaced
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +88,7 @@ class OrchestratorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     max_queued_requests: PositiveInt = 1024  # of a priority class; more are refused (UNAVAILABLE)
     max_queued_tokens: PositiveInt = 262_144  # prompt tokens of a priority class, likewise
     max_calls_in_flight: PositiveInt = 12  # BLS calls per pool; Triton has 32 threads for them
-    max_attempts: PositiveInt = 3  # placements of one request before it fails
+    max_attempts: PositiveInt = 16  # placements without a new token before a request fails
     worker_timeout_s: PositiveFloat = 3.0  # silence after which a worker counts as dead
     max_prompt_bytes: PositiveInt = 1_000_000
     max_stop_strings: PositiveInt = 16

@@ -6,7 +6,8 @@
     ├── InvalidRequest         INVALID_ARG   the request is wrong; names the field and the limit
     │   └── InvalidHandle      INVALID_ARG   forged, truncated, foreign or expired KV handle
     ├── Unavailable            UNAVAILABLE   no worker can serve this now; may be retried
-    │   └── EngineDied         UNAVAILABLE   the engine that held the sequence is gone
+    │   ├── EngineDied         UNAVAILABLE   the engine that held the sequence is gone
+    │   └── ShuttingDown       UNAVAILABLE   the server is stopping; nothing is tried again here
     ├── PullFailed             UNAVAILABLE   the KV cache could not be moved; re-prefill
     │   ├── FenceBroken        UNAVAILABLE   the blocks changed owner before or during the pull
     │   └── PullTimedOut       UNAVAILABLE   and may still write; a PullFailed to other processes
@@ -59,6 +60,10 @@ class EngineDied(Unavailable):
     pass
 
 
+class ShuttingDown(Unavailable):
+    pass
+
+
 class PullFailed(TandemError):
     code = ErrorCode.UNAVAILABLE
 
@@ -89,7 +94,15 @@ class ConfigError(TandemError):
 
 _WIRE_NAMES = {
     cls.__name__: cls
-    for cls in (Unavailable, EngineDied, PullFailed, FenceBroken, RequestCancelled, EngineFault)
+    for cls in (
+        Unavailable,
+        EngineDied,
+        ShuttingDown,
+        PullFailed,
+        FenceBroken,
+        RequestCancelled,
+        EngineFault,
+    )
 }
 
 

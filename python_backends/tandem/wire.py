@@ -6,9 +6,10 @@ channel        who                        messages
 control plane  llm → pool (BLS)           ``SequenceSpec`` (+ a KV handle)
 control plane  pool → llm                 ``PrefillReply`` (+ a KV handle) or ``Admitted``
 stream plane   engine → orchestrator      ``StepMessage``
+stream plane   shim → orchestrators       ``EngineEnded``
 stream plane   orchestrator → engine      ``Ping``, ``Cancel``, ``Renew``
 engine channel shim → engine              ``Submit``
-engine channel engine → shim              ``Ready``, ``Reply``, ``Left``, ``Stats``
+engine channel engine → shim              ``Ready``, ``Alive``, ``Reply``, ``Left``, ``Stats``
 =============  =========================  ===============================================
 """
 
@@ -101,6 +102,14 @@ class StepMessage(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     failed: list[SequenceFailed] = []
 
 
+class EngineEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
+    """What a shim tells every orchestrator when its engine is gone: nobody waits for silence."""
+
+    worker: str
+    incarnation: str
+    reason: str
+
+
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """The orchestrator's heartbeat; an engine drops the sequences of a silent orchestrator."""
 
@@ -133,6 +142,12 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     load_s: float
 
 
+class Alive(msgspec.Struct, frozen=True, kw_only=True, tag="alive"):
+    """The engine's sign of life to its shim, beside its step loop."""
+
+    step_s: float  # for which the step under way has lasted
+
+
 class Reply(msgspec.Struct, frozen=True, kw_only=True, tag="reply"):
     """The one answer to a ``Submit``: a result (and handle), or an error."""
 
@@ -158,12 +173,14 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     totals: dict[str, float]  # monotonic counters of this incarnation, by metric key
 
 
-FromEngine = Ready | Reply | Left | Stats
+FromEngine = Ready | Alive | Reply | Left | Stats
+ToOrchestrator = StepMessage | EngineEnded
 FromOrchestrator = Ping | Cancel | Renew
 
 _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()
 _from_engine = msgspec.msgpack.Decoder(FromEngine)
+_to_orchestrator = msgspec.msgpack.Decoder(ToOrchestrator)
 _from_orchestrator = msgspec.msgpack.Decoder(FromOrchestrator)
 
 
@@ -178,6 +195,10 @@ def decoder(kind: type[_T]) -> msgspec.msgpack.Decoder[_T]:
 
 def decode_from_engine(payload: bytes) -> FromEngine:
     return _from_engine.decode(payload)
+
+
+def decode_to_orchestrator(payload: bytes) -> ToOrchestrator:
+    return _to_orchestrator.decode(payload)
 
 
 def decode_from_orchestrator(payload: bytes) -> FromOrchestrator:

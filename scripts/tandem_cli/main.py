@@ -15,6 +15,8 @@ COMMANDS = {
     "run": "tandem_cli.run",
     "serve": "tandem_cli.serve",
     "fetch": "tandem_cli.fetch",
+    "health": "tandem_cli.health",
+    "drain": "tandem_cli.drain",
     "generate": "tandem_client.cli",  # needs neither torch nor the server's package
     "chat": "tandem_client.cli",
     "bench": "tandem_perf.bench",  # a group: ``tandem bench`` measures, its commands do more

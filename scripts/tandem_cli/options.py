@@ -29,6 +29,7 @@ class ServerOptions:
     prefill_instances: int | None = None
     decode_instances: int | None = None
     log_level: str = "info"
+    drain_timeout_s: float = 30.0
     settings: Sequence[str] = ()  # KEY=VALUE or MODEL.KEY=VALUE
     model_repository: Path = DEFAULT_REPOSITORY
 

@@ -17,9 +17,11 @@ from rich.console import Console
 from tandem.types import Policy
 from tandem_cli.options import ServerOptions
 from tandem_cli.server import TandemServer
+from tandem_cli.watchdog import ServerBroken, Watchdog
 
 DEFAULTS = ServerOptions()
 REPORT_EVERY_S = 10.0
+CHECK_EVERY_S = 0.5
 
 
 class StopRequested(BaseException):
@@ -36,9 +38,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = DEFAULTS.host,
     http_port: Annotated[int, typer.Option(help="0 picks a free port.")] = DEFAULTS.http_port,
     grpc_port: Annotated[int, typer.Option(help="0 picks a free port.")] = DEFAULTS.grpc_port,
-    metrics_port: Annotated[
-        int, typer.Option(help="0 picks a free port.")
-    ] = DEFAULTS.metrics_port,
+    metrics_port: Annotated[int, typer.Option(help="0 picks a free port.")] = DEFAULTS.metrics_port,
     policy: Annotated[
         Policy, typer.Option(help="When a prompt goes to the prefill pool.")
     ] = DEFAULTS.policy,
@@ -52,6 +52,9 @@ def serve(
     log_level: Annotated[
         str, typer.Option(help="debug, info, warning or error.")
     ] = DEFAULTS.log_level,
+    drain_timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds that running requests have to end at a stop.")
+    ] = DEFAULTS.drain_timeout_s,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="[MODEL.]KEY=VALUE", help="A parameter of the models."),
@@ -63,14 +66,16 @@ def serve(
     """Start Triton with Tandem's models; Ctrl-C stops it.
 
     Once all models are loaded one line goes to stdout: "ready http=... grpc=...". The log is on
-    stderr. A second Ctrl-C does not wait for running requests.
+    stderr. A second Ctrl-C does not wait for running requests. The exit status is not 0 where the
+    server ended by itself or cannot serve any more.
     """
     console = Console(stderr=True, highlight=False)
     server = TandemServer(
         log=log_printer(console), model=model, profile=profile, host=host, http_port=http_port,
         grpc_port=grpc_port, metrics_port=metrics_port, policy=policy,
         prefill_instances=prefill_instances, decode_instances=decode_instances,
-        log_level=log_level, settings=settings or (), model_repository=model_repository,
+        log_level=log_level, drain_timeout_s=drain_timeout, settings=settings or (),
+        model_repository=model_repository,
     )  # fmt: skip
 
     def on_ready() -> None:
@@ -86,11 +91,25 @@ def run_foreground(server: TandemServer, console: Console, on_ready: Callable[[]
             server.start()
             wait_with_status(server, console)
             on_ready()
-            return exit_code(server.wait())
+            return exit_code(watch(server))
         except StopRequested:
             return 0
+        except ServerBroken as error:
+            print(f"error: {error}; the server ends", file=sys.stderr, flush=True)
+            server.kill()  # what hangs in it would hold up an orderly stop
+            return 1
         finally:
             server.stop()
+
+
+def watch(server: TandemServer) -> int | None:
+    """Returns the server's status once it ended; raises ``StopRequested`` or ``ServerBroken``."""
+    watchdog = Watchdog(server, lambda line: print(line, file=sys.stderr, flush=True))
+    while (status := server.wait(CHECK_EVERY_S)) is None:
+        if server.is_drain_requested:
+            raise StopRequested
+        watchdog.check()
+    return status
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import random
+import re
 import secrets
 import sys
 import time
@@ -12,7 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tandem.drain import is_drained, request_drain, requested_grace_s
 from tandem_cli.errors import CliError
+from tandem_cli.http_request import request
 from tandem_cli.options import ServerOptions
 from tandem_cli.ports import Ports, choose_ports
 from tandem_cli.preflight import REGION_BYTES, check_model, check_shared_memory
@@ -28,6 +31,9 @@ ADMIN_HEADER = "tandem-admin-key"
 # ends with this exception: a fault of Triton (triton-inference-server/server issue 8882).
 STUB_START_CRASH = "boost::interprocess::lock_exception"
 STOP_GRACE_S = 40.0  # tritonserver itself gives up after 30
+RELOAD_TIMEOUT_S = 900.0
+DRAIN_MARGIN_S = 3.0
+_OUTPUT_TOKENS = re.compile(r"^tandem_output_tokens_total(?:{.*})? (\S+)$", re.MULTILINE)
 
 
 def log_to_stderr(line: str) -> None:
@@ -118,8 +124,10 @@ class TandemServer:
                     self.start()
                     continue
                 shown = "\n  ".join(lines)
-                raise CliError(f"tritonserver ended with status {process.poll()} before it was "
-                               f"ready:\n  {shown}")
+                raise CliError(
+                    f"tritonserver ended with status {process.poll()} before it was "
+                    f"ready:\n  {shown}"
+                )
             if elapsed > timeout_s:
                 raise CliError(f"tritonserver was not ready after {timeout_s:.0f} s")
             if on_wait:
@@ -134,11 +142,51 @@ class TandemServer:
         if self._process:
             self._process.kill()
 
+    def reload(self, model: str) -> None:
+        """Unloads and loads a model, which starts its processes anew; raises ``CliError``."""
+        for action in ("unload", "load"):
+            path = f"/v2/repository/models/{model}/{action}"
+            status, answer = request(
+                self.http_url, "POST", path, {}, RELOAD_TIMEOUT_S, self.admin_headers
+            )
+            if status != 200:
+                raise CliError(f"{action} {model}: {answer.get('error', f'HTTP {status}')}")
+
+    def num_output_tokens(self) -> float:
+        """Tokens generated so far, from /metrics; 0 where they cannot be read."""
+        connection = http.client.HTTPConnection(self._client_host, self.ports.metrics, timeout=5)
+        try:
+            connection.request("GET", "/metrics")
+            text = connection.getresponse().read().decode()
+            return sum(map(float, _OUTPUT_TOKENS.findall(text)))
+        except (OSError, http.client.HTTPException):
+            return 0.0
+        finally:
+            connection.close()
+
+    @property
+    def is_drain_requested(self) -> bool:
+        """By ``tandem drain``: then the server has to stop."""
+        return requested_grace_s(self.runtime_dir.path) is not None
+
+    def drain(self, grace_s: float) -> None:
+        """Refuses new requests and returns when none runs any more; what is still running after
+        the grace has got an error then. Triton cannot do that: on SIGTERM it unloads the engines
+        under the requests that run.
+        """
+        process, directory = self._running(), self.runtime_dir.path
+        request_drain(directory, grace_s)
+        deadline = time.monotonic() + (requested_grace_s(directory) or 0.0) + DRAIN_MARGIN_S
+        while time.monotonic() < deadline and not is_drained(directory):
+            if process.wait(0.05) is not None:
+                return
+
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """Orderly stop, after the grace a hard one; removes all traces. May be called again."""
         if self._process is None:
             return
         if self._process.poll() is None:
+            self.drain(self.options.drain_timeout_s)
             self._process.terminate()
             self._process.wait(grace_s)
         self._process.close()
@@ -184,9 +232,7 @@ class TandemServer:
     @property
     def _wanted_ports(self) -> Ports:
         options = self.options
-        return Ports(
-            http=options.http_port, grpc=options.grpc_port, metrics=options.metrics_port
-        )
+        return Ports(http=options.http_port, grpc=options.grpc_port, metrics=options.metrics_port)
 
     def _arguments(self, triton: TritonInstallation) -> list[str]:
         options, ports = self.options, self.ports
@@ -203,6 +249,8 @@ class TandemServer:
             f"--metrics-port={ports.metrics}",
             "--disable-auto-complete-config",
             "--exit-timeout-secs=30",
+            "--model-control-mode=explicit",  # so that the watchdog can load a model again
+            "--load-model=*",
             f"--log-info={str(info).lower()}",
             f"--log-warning={str(options.log_level != 'error').lower()}",
             f"--http-restricted-api={admin}",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,6 +23,17 @@ MAX_TOKENS = 200
 ANSWERED_WITHIN_S = 60.0
 BACK_WITHIN_S = 60.0  # the load time, and a backoff that grows with each death
 SETTINGS = ("dtype=float32", "max_model_len=512", "kv_cache_mb=32")
+PARAMS: dict[str, Any] = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "temperature": 0}
+SAMPLING: list[dict[str, Any]] = [  # of each stream; all of it must survive a failover
+    {},
+    {"temperature": 0.9, "seed": 1, "top_p": 0.9, "logprobs": 1},
+    {"repetition_penalty": 1.3, "logprobs": 1},
+    {"temperature": 0.7, "seed": 2, "stop": ["the", "zz"]},
+    {"temperature": 1.0, "seed": 3, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+    {},
+    {"temperature": 1.0, "seed": 4, "min_tokens": MAX_TOKENS - 20, "ignore_eos": False},
+    {"temperature": 1.0, "seed": 5, "top_k": 40, "min_p": 0.01},
+]
 Disturbance = Callable[[], AbstractContextManager[None]]
 
 
@@ -49,10 +61,8 @@ def answers(server: TandemServer, run: int, disturb: Disturbance = nullcontext) 
         def answer(index: int) -> Completion:
             return client.stream(
                 input_ids=prompt(run, index),
-                max_tokens=MAX_TOKENS,
-                ignore_eos=True,
-                temperature=0,
                 return_output_ids=True,
+                **(PARAMS | SAMPLING[index]),
             ).result()
 
         with disturb():
@@ -68,7 +78,8 @@ def assert_survives(server: TandemServer, run: int, disturb: Disturbance) -> lis
     expected = answers(server, run)
     for got, wanted in zip(disturbed, expected, strict=True):
         assert (got.output_ids, got.text) == (wanted.output_ids, wanted.text)
-        assert got.finish_reason == wanted.finish_reason == "length"
+        assert got.finish_reason == wanted.finish_reason
+        assert got.logprobs == pytest.approx(wanted.logprobs, abs=1e-3)
         assert wanted.timings.retries == 0
     wait_until(lambda: is_idle(server), 3)
     return disturbed
@@ -87,6 +98,11 @@ def is_idle(server: TandemServer) -> bool:
 def wait_for_streams(server: TandemServer) -> None:
     """Until those are decoded that do not need the prefill pool."""
     wait_until(lambda: metric(server, "tandem_running", role="decode") >= NUM_STREAMS / 2, 30)
+
+
+def wait_for_tokens(server: TandemServer, count: int) -> None:
+    before = metric(server, "tandem_output_tokens_total")
+    wait_until(lambda: metric(server, "tandem_output_tokens_total") >= before + count, 30)
 
 
 def kill_engine(server: TandemServer, worker: str) -> None:
@@ -118,6 +134,7 @@ def test_the_decode_engine_dies_and_dies_again(server: TandemServer) -> None:
         kill_engine(server, "decode_0_0")
         wait_until(lambda: is_up(server), BACK_WITHIN_S)
         wait_for_streams(server)
+        wait_for_tokens(server, 40)  # who has none yet would lose a second engine
         kill_engine(server, "decode_0_0")
 
     disturbed = assert_survives(server, 1, kill_twice)

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 from tandem import wire
 from tandem.config import Deployment, EngineConfig, EngineSettings
@@ -24,7 +25,7 @@ from tandem.types import Role
 
 PATIENCE_S = 10.0
 FAKE_ENGINE = """
-import os, sys, threading
+import os, sys, threading, time
 import zmq
 from tandem import wire
 from tandem.config import EngineConfig
@@ -48,13 +49,24 @@ socket.connect(config.channel)
 if scenario == "hangs":
     threading.Event().wait()
 
+sending = threading.Lock()
+
 def send(message):
-    socket.send(wire.encode(message))
+    with sending:
+        socket.send(wire.encode(message))
 
 def stats(**totals):
     send(wire.Stats(load=Load(role=Role.DECODE, num_running=3, num_waiting_tokens=40),
                     blocks={"free": 5, "used": 2}, num_leases=1, totals=totals))
 
+step_s = 0.0
+
+def live():
+    while True:
+        send(wire.Alive(step_s=step_s))
+        time.sleep(config.settings.engine_timeout_s / 5)
+
+threading.Thread(target=live, daemon=True).start()
 send(wire.Ready(incarnation="i", fingerprint="f", num_blocks=8, max_model_len=64, load_s=0.0))
 held = []
 while True:
@@ -85,6 +97,9 @@ while True:
     elif submit.spec == b"stats":
         stats(steps=5, preemptions=1, pulled_bytes=100, unknown_total=7)
         stats(steps=8, preemptions=1, pulled_bytes=300, unknown_total=9)
+    elif submit.spec == b"get stuck":
+        step_s = 1000.0
+        continue
     elif submit.spec == b"die":
         os._exit(5)
     send(reply)
@@ -306,6 +321,47 @@ def test_an_engine_that_ends_by_itself_is_replaced_too(setup: Setup) -> None:
     assert setup.ask(b"x").result == b"x"
 
 
+def test_a_frozen_engine_is_replaced(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, engine_timeout_s=0.5)
+    setup.supervisor.start()
+    pid = setup.engine_pid()
+    lost = setup.submit(b"never answer")
+    setup.clock.now_s += 100
+    os.kill(pid, signal.SIGSTOP)
+    reply = lost.next()
+    assert reply.error == "EngineDied" and "was silent for 0.5 s" in reply.message
+    assert setup.engine_pid() != pid
+    setup.supervisor.stop()
+
+
+def test_an_engine_that_does_not_come_out_of_a_step_is_replaced(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, engine_timeout_s=0.5, step_timeout_s=60)
+    setup.supervisor.start()
+    pid = setup.engine_pid()
+    setup.clock.now_s += 100
+    reply = setup.ask(b"get stuck")
+    assert reply.error == "EngineDied" and "more than 60 s in one step" in reply.message
+    assert setup.engine_pid() != pid
+    setup.supervisor.stop()
+
+
+def test_the_orchestrators_hear_of_the_end_of_an_engine(tmp_path: Path) -> None:
+    context = zmq.Context()
+    plane = context.socket(zmq.ROUTER)
+    plane.bind(f"ipc://{tmp_path}/stream-llm_0_0")
+    (tmp_path / "stream-killed").touch()  # of an orchestrator that nobody hears any more
+    setup = Setup(tmp_path)
+    setup.supervisor.start()
+    setup.kill_engine(after_s=100)
+    assert plane.poll(PATIENCE_S * 1000)
+    message = wire.decode_to_orchestrator(plane.recv_multipart()[-1])
+    assert message == wire.EngineEnded(
+        worker="decode_0_0", incarnation="i", reason="exited with -9"
+    )
+    setup.supervisor.stop()
+    context.destroy(linger=0)
+
+
 def test_stop_ends_the_engine_and_answers_everything(tmp_path: Path) -> None:
     setup = Setup(tmp_path)
     setup.supervisor.start()
@@ -315,7 +371,7 @@ def test_stop_ends_the_engine_and_answers_everything(tmp_path: Path) -> None:
     assert _has_ended(pid)
     assert lost.next().error == "EngineDied"
     late = setup.ask(b"too late")
-    assert late.error == "EngineDied" and "shutting down" in late.message
+    assert late.error == "Unavailable" and "shutting down" in late.message
     setup.supervisor.stop()
     setup.supervisor.wait_for_room()
     assert [path.name for path in tmp_path.glob("e-*")] == []
@@ -328,7 +384,7 @@ def test_stop_does_not_wait_for_the_next_start(tmp_path: Path) -> None:
     waiting = setup.submit(b"waits for the next engine")
     setup.supervisor.stop()
     reply = waiting.next()
-    assert reply.error == "EngineDied" and "shutting down" in reply.message
+    assert reply.error == "Unavailable" and "shutting down" in reply.message
     assert setup.num_starts == 1
 
 
@@ -347,7 +403,7 @@ def test_calls_go_to_the_siblings_of_an_engine_that_restarts(tmp_path: Path) -> 
     setup.supervisor.wait_for_room()
     setup.kill_engine(after_s=100)
     refused = setup.ask(b"x")
-    assert refused.error == "EngineDied" and "decode_0_0 is being restarted" in refused.message
+    assert refused.error == "Unavailable" and "decode_0_0 is being restarted" in refused.message
     setup.supervisor.wait_for_room()  # takes no batch before the next engine is there
     assert setup.ask(b"y").result == b"y"
     setup.supervisor.stop()

@@ -18,6 +18,7 @@ from tandem.errors import (
     InvalidRequest,
     PullFailed,
     RequestCancelled,
+    ShuttingDown,
     TandemError,
     Unavailable,
 )
@@ -573,7 +574,7 @@ async def test_the_next_attempt_goes_on_after_what_was_sent(
 
 async def test_it_goes_on_locally_too(make: MakeSetup) -> None:
     setup = make(policy=Policy.NEVER)
-    setup.link.decode_script = [Tokens(3, then=EngineDied("lost")), EngineDied("still down")]
+    setup.link.decode_script = [Tokens(3, then=EngineDied("lost")), Unavailable("still down")]
     responder = await setup.serve(stream=True)
     assert responder.text == "abcde"
     assert [len(spec.output_ids) for spec, _ in setup.link.decodes] == [0, 3, 3]
@@ -592,16 +593,54 @@ async def test_a_gap_is_repeated_from_the_last_good_token(make: MakeSetup) -> No
 
 
 async def test_attempts_are_bounded(make: MakeSetup) -> None:
-    setup = make(max_attempts=3)
-    setup.link.prefill_script = [EngineDied(f"down {i}") for i in range(9)]
+    setup = make(max_attempts=2)
+    setup.link.prefill_script = [Unavailable(f"down {i}") for i in range(9)]
     responder = await setup.serve()
     (error,) = responder.errors
-    assert error.code is ErrorCode.UNAVAILABLE and "down 2" in str(error)
-    assert len(setup.link.prefills) == 3
-    assert [cancel for _, cancel in setup.plane.closed] == [True] * 3
+    assert error.code is ErrorCode.UNAVAILABLE and "down 1" in str(error)
+    assert len(setup.link.prefills) == 2
+    assert [cancel for _, cancel in setup.plane.closed] == [True] * 2
     counters = setup.counters()
     assert counters[Key("tandem_requests_total", "UNAVAILABLE")] == 1
-    assert counters[Key("tandem_reprefills_total")] == 2
+    assert counters[Key("tandem_reprefills_total")] == 1
+
+
+async def test_a_new_token_forgives_what_was_before(make: MakeSetup) -> None:
+    setup = make(max_attempts=2, policy=Policy.NEVER)
+    setup.link.decode_script = [Tokens(1, then=EngineDied("killed")) for _ in range(9)]
+    responder = await setup.serve(max_tokens=9)
+    assert responder.errors == [] and responder.text == TEXT[:9]
+    assert len(setup.link.decodes) == 9
+
+
+async def test_a_request_that_kills_engines_is_given_up(make: MakeSetup) -> None:
+    setup = make()
+    setup.link.prefill_script = [EngineDied(f"engine {i} exited with -11") for i in range(9)]
+    responder = await setup.serve()
+    (error,) = responder.errors
+    assert error.code is ErrorCode.INTERNAL
+    assert "2 engines died" in str(error) and "engine 1 exited with -11" in str(error)
+    assert len(setup.link.prefills) == 2
+    assert (await setup.serve()).errors, "the script goes on"
+    setup.link.prefill_script.clear()
+    assert (await setup.serve()).text == "abcde"
+
+
+async def test_what_an_engine_died_under_is_placed_alone(make: MakeSetup) -> None:
+    setup = make(policy=Policy.NEVER)
+    hang = Hang()
+    setup.link.decode_script = [Tokens(1), Tokens(1), Tokens(1), hang]
+    started = [setup.start(stream=True) for _ in range(3)]
+    for _, responder in started:
+        await soon(responder.first_piece.wait())
+    for stream in list(setup.plane.streams.values()):
+        stream.put(EngineDied("killed"))
+    await soon(hang.reached.wait())
+    assert (await setup.serve()).text == "abcde", "a request that is above suspicion waits for none"
+    assert len(setup.link.decodes) == 5, "the two others wait until the first has a token"
+    started[0][0].cancel()
+    await soon(asyncio.gather(*(task for task, _ in started), return_exceptions=True))
+    assert [responder.text for _, responder in started] == ["a", "abcde", "abcde"]
 
 
 async def test_a_fault_of_the_user_is_not_repeated(make: MakeSetup) -> None:
@@ -703,6 +742,40 @@ async def test_cancel_while_waiting_for_a_place(make: MakeSetup) -> None:
     await _cancelled(first, first_responder)
     assert [cancel for _, cancel in setup.plane.closed] == [True, True]
     assert (await setup.serve()).text == "abcde", "the places were given back"
+
+
+async def test_a_draining_orchestrator_refuses_and_tells_who_is_cancelled(make: MakeSetup) -> None:
+    setup = make()
+    setup.link.decode_script = [Tokens(2)]
+    running, responder = setup.start(stream=True)
+    await soon(responder.first_piece.wait())
+    setup.orchestrator.drain()
+    (refused,) = (await setup.serve()).errors
+    assert isinstance(refused, ShuttingDown) and "draining" in str(refused)
+    running.cancel()
+    await soon(running)
+    (error,) = responder.errors
+    assert error.code is ErrorCode.UNAVAILABLE and "the server is stopping" in str(error)
+    assert [cancel for _, cancel in setup.plane.closed] == [True]
+
+
+async def test_a_server_that_stops_is_not_tried_again(make: MakeSetup) -> None:
+    setup = make()
+    setup.link.decode_script = [ShuttingDown("the server is stopping")]
+    responder = await setup.serve()
+    assert [str(error) for error in responder.errors] == ["the server is stopping"]
+    assert len(setup.link.decodes) == 1
+
+
+async def test_a_probe_takes_the_path_it_names(make: MakeSetup) -> None:
+    setup = make(policy=Policy.ALWAYS)
+    await setup.serve(tandem_path="local")
+    assert setup.link.prefills == []
+    setup = make(policy=Policy.NEVER)
+    await setup.serve(tandem_path="remote")
+    assert len(setup.link.prefills) == 1
+    (error,) = (await setup.serve(tandem_path="nowhere")).errors
+    assert str(error) == "tandem_path: must be remote or local; got 'nowhere'"
 
 
 async def test_cancel_in_the_second_attempt_cancels_both_sequences_once(make: MakeSetup) -> None:

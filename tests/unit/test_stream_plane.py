@@ -14,8 +14,9 @@ from tandem import wire
 from tandem.config import Deployment, EngineConfig, EngineSettings
 from tandem.engine.engine_io import EngineIO
 from tandem.engine.events import Event, OrchestratorGone
-from tandem.errors import EngineDied, PullFailed
+from tandem.errors import EngineDied, PullFailed, Unavailable
 from tandem.orchestrator.stream_plane import StreamPlane
+from tandem.triton_backend.engine_obituary import announce_end
 from tandem.types import FinishReason, Load, Role
 
 NAME = "llm_0_0"
@@ -228,7 +229,7 @@ async def test_a_silent_worker_takes_its_streams_with_it(planes: Planes) -> None
     await alive.say(tokens=[_token("c", 0)])
     await soon(other.get())
     for stream in (admitted, streaming):
-        with pytest.raises(EngineDied, match="decode_0_0 was lost: silent for 11.0 s"):
+        with pytest.raises(Unavailable, match="decode_0_0 is silent for 11.0 s"):
             await soon(stream.get())
     assert len(planes.plane.loads) == 1
     await alive.say(tokens=[_token("c", 1)])
@@ -249,7 +250,7 @@ async def test_a_worker_that_was_only_slow_is_a_newcomer_again(planes: Planes) -
     await engine.say(tokens=[_token("a", 0)])
     await soon(stream.get())
     planes.clock.now_s += WORKER_TIMEOUT_S + 1
-    with pytest.raises(EngineDied):
+    with pytest.raises(Unavailable):
         await soon(stream.get())
     planes.plane.close(stream, cancel=True)
     await engine.say()
@@ -266,7 +267,7 @@ async def test_a_worker_that_was_never_heard_is_silent_too(planes: Planes) -> No
     planes.plane.admitted(stream, "decode_0_0", "aa")
     assert planes.plane.loads == []
     planes.clock.now_s += WORKER_TIMEOUT_S + 1
-    with pytest.raises(EngineDied, match="silent"):
+    with pytest.raises(Unavailable, match="silent"):
         await soon(stream.get())
 
 
@@ -289,7 +290,7 @@ async def test_a_new_incarnation_buries_the_old_one(planes: Planes) -> None:
     planes.plane.admitted(kept, other.worker, other.incarnation)
     new = planes.engine(incarnation="bb")
     await new.hello()
-    with pytest.raises(EngineDied, match="replaced"):
+    with pytest.raises(Unavailable, match="started again"):
         await soon(lost.get())
     await other.say(tokens=[_token("b", 0)])
     assert await soon(kept.get()) == _token("b", 0)
@@ -315,15 +316,35 @@ async def test_a_sequence_admitted_by_a_replaced_engine_is_lost(planes: Planes) 
     await new.hello()
     stream = planes.plane.open("a")
     planes.plane.admitted(stream, old.worker, old.incarnation)
-    with pytest.raises(EngineDied, match="restarted"):
+    with pytest.raises(EngineDied, match="engine decode_0_0 has ended"):
         await soon(stream.get())
+
+
+async def test_the_end_of_an_engine_is_told_to_its_streams(planes: Planes) -> None:
+    dead, other = planes.engine(), planes.engine("decode_0_1", "cc")
+    await dead.hello()
+    await other.hello()
+    lost, kept, late = (planes.plane.open(name) for name in "abc")
+    planes.plane.admitted(lost, dead.worker, dead.incarnation)
+    planes.plane.admitted(kept, other.worker, other.incarnation)
+    ended = wire.EngineEnded(worker="decode_0_0", incarnation="aa", reason="exited with -9")
+    await announce_end(planes.context, str(planes.path.parent), ended)
+    with pytest.raises(EngineDied, match="engine decode_0_0 exited with -9"):
+        await soon(lost.get())
+    planes.plane.admitted(late, dead.worker, dead.incarnation)
+    with pytest.raises(EngineDied):
+        await soon(late.get())
+    await dead.say(tokens=[_token("b", 0, token_id=666)])  # what it still had in its socket
+    await other.say(tokens=[_token("b", 0)])
+    assert await soon(kept.get()) == _token("b", 0)
+    assert len(planes.plane.loads) == 1
 
 
 async def test_a_predecessor_that_was_never_heard_is_buried_as_well(planes: Planes) -> None:
     stream = planes.plane.open("a")
     planes.plane.admitted(stream, "decode_0_0", "aa")
     await planes.engine(incarnation="bb").hello()
-    with pytest.raises(EngineDied, match="replaced"):
+    with pytest.raises(Unavailable, match="started again"):
         await soon(stream.get())
 
 

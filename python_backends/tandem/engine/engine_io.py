@@ -2,7 +2,7 @@
 
 ::
 
-    engine loop ──inproc──▶ EngineIO ──DEALER──▶ shim            Reply, Left, Stats, Ready
+    engine loop ──inproc──▶ EngineIO ──DEALER──▶ shim            Ready, Alive, Reply, Left, Stats
                                      ──DEALER──▶ orchestrators   StepMessage
     engine loop ◀───queue── EngineIO ◀────────── shim            Submit
                                      ◀────────── orchestrators   Cancel, Renew, Ping
@@ -11,8 +11,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,8 +19,9 @@ import msgspec
 import zmq
 
 from tandem import wire
-from tandem.config import EngineConfig
+from tandem.config import EngineConfig, EngineSettings
 from tandem.engine.events import Event, OrchestratorGone
+from tandem.engine.vital_thread import VitalThread
 from tandem.types import Load
 
 HEARTBEAT_S = 0.5
@@ -34,6 +33,11 @@ def stream_address(runtime_dir: str, orchestrator: str) -> str:
     return f"ipc://{runtime_dir}/stream-{orchestrator}"
 
 
+def alive_every_s(settings: EngineSettings) -> float:
+    """How often an engine gives its shim a sign of life."""
+    return settings.engine_timeout_s / 5
+
+
 @dataclass
 class _Orchestrator:
     socket: zmq.Socket[bytes]
@@ -43,11 +47,13 @@ class _Orchestrator:
 
 class EngineIO:
     """An ``Outbox``. The public methods belong to the engine loop's thread; the sockets to the
-    thread ``engine-io``. ``load`` is the newest load, replaced by the loop, sent with heartbeats.
+    thread ``engine-io``. ``load`` is the newest load, replaced by the loop, sent with heartbeats;
+    ``step_began_s`` is when the step under way began.
     """
 
     def __init__(self, config: EngineConfig, incarnation: str, post: Callable[[Event], None]):
         self.load = Load(role=config.settings.role)
+        self.step_began_s: float | None = None
         self._config = config
         self._incarnation = incarnation
         self._post = post
@@ -55,7 +61,9 @@ class EngineIO:
         self._outgoing = self._context.socket(zmq.PUSH)
         self._outgoing.bind("inproc://outgoing")
         self._orchestrators: dict[str, _Orchestrator] = {}
-        self._thread = threading.Thread(target=self._run, name="engine-io", daemon=True)
+        self._alive_every_s = alive_every_s(config.settings)
+        self._alive_sent_s = 0.0
+        self._thread = VitalThread(self._serve, name="engine-io")
 
     def start(self) -> None:
         self._thread.start()
@@ -77,14 +85,6 @@ class EngineIO:
 
     # ---- the thread --------------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            self._serve()
-        except Exception:
-            # Without its sockets an engine is deaf and dumb, yet alive; its shim can start another.
-            _log.exception("the sockets of engine %s have failed", self._config.worker)
-            os._exit(1)
-
     def _serve(self) -> None:
         self._incoming = self._context.socket(zmq.PULL)
         self._incoming.connect("inproc://outgoing")
@@ -93,9 +93,10 @@ class EngineIO:
         self._poller = zmq.Poller()
         self._poller.register(self._incoming, zmq.POLLIN)
         self._poller.register(self._shim, zmq.POLLIN)
+        self._idle_ms = min(1000, int(self._alive_every_s * 1000))
         running = True
         while running:
-            for socket, _ in self._poller.poll(100 if self._orchestrators else 1000):
+            for socket, _ in self._poller.poll(100 if self._orchestrators else self._idle_ms):
                 if socket is self._incoming:
                     running = self._forward(*self._incoming.recv_multipart())
                 else:
@@ -146,6 +147,10 @@ class EngineIO:
             self._post(message)
 
     def _keep_alive(self, now_s: float) -> None:
+        if now_s - self._alive_sent_s >= self._alive_every_s:
+            began_s = self.step_began_s
+            self._shim.send(wire.encode(wire.Alive(step_s=now_s - began_s if began_s else 0.0)))
+            self._alive_sent_s = now_s
         for name, orchestrator in list(self._orchestrators.items()):
             if now_s - orchestrator.last_heard_s > self._config.settings.orchestrator_timeout_s:
                 _log.warning("orchestrator %s is silent; dropping its sequences", name)

@@ -30,7 +30,9 @@ class EngineLoop:
             wait_s = 0.0 if did_compute else self._publish(engine, io)
             if not self._dispatch(engine, wait_s):
                 return
+            io.step_began_s = time.monotonic()
             did_compute = engine.step()
+            io.step_began_s = None
             io.load = engine.load()
             if did_compute and time.monotonic() - self._published_s > STATS_PERIOD_S:
                 self._publish(engine, io)

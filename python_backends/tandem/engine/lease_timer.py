@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 from tandem.engine.events import LeaseEnded
+from tandem.engine.vital_thread import VitalThread
 from tandem.kv.lease_board import LeaseBoard
 
 PERIOD_S = 0.02
@@ -16,7 +17,7 @@ class LeaseTimer:
         self._board = board
         self._post = post
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lease-timer", daemon=True)
+        self._thread = VitalThread(self._run, name="lease-timer")
 
     def start(self) -> None:
         self._thread.start()

@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
@@ -25,6 +24,7 @@ from tandem.engine.events import Shutdown
 from tandem.engine.lease_timer import LeaseTimer
 from tandem.engine.model import load_model
 from tandem.engine.model_config import model_fingerprint
+from tandem.engine.vital_thread import VitalThread, ends_process
 from tandem.errors import ConfigError
 from tandem.transport import TransportOptions, create_transport
 
@@ -47,6 +47,8 @@ def main() -> None:
     except ConfigError as error:
         _log.error("cannot start: %s", error)
         sys.exit(2)
+    logging.shutdown()
+    os._exit(0)  # all is closed; taking down the interpreter with torch in it can take seconds
 
 
 def _serve(config: EngineConfig, started_s: float) -> None:
@@ -92,14 +94,13 @@ def _serve(config: EngineConfig, started_s: float) -> None:
         memory.layout.block_bytes // 1024,
         memory.layout.dtype_name,
     )
-    try:
+    with ends_process("the step loop"):
         loop.run(engine, io)
-    finally:
-        timer.stop()
-        pull_threads.shutdown(wait=True, cancel_futures=True)
-        memory.puller.close()
-        transport.close()
-        io.stop()
+    timer.stop()
+    pull_threads.shutdown(wait=True, cancel_futures=True)
+    memory.puller.close()
+    transport.close()
+    io.stop()
 
 
 def _read_config(stdin: BinaryIO) -> EngineConfig:
@@ -115,7 +116,7 @@ def _die_with_parent() -> None:
         os.read(0, 1)
         os._exit(1)
 
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    VitalThread(watch, name="parent-watch").start()
 
 
 def _use_cores(config: EngineConfig) -> None:

@@ -15,13 +15,16 @@ import numpy.typing as npt
 from tandem.config import OrchestratorSettings
 from tandem.errors import InvalidRequest
 from tandem.orchestrator.chat_messages import parse_messages
-from tandem.orchestrator.contract_fields import FIELDS, PROMPTS, Field, Scalar
+from tandem.orchestrator.contract_fields import FIELDS, PROMPTS, Field, Scalar, shown
 from tandem.orchestrator.generate_request import GenerateRequest
+from tandem.orchestrator.path_costs import Path
 
 _Values = dict[str, Any]
 
 # Request parameters that Triton sets or reads itself, beside all that begin with triton_.
 _TRITON_PARAMETERS = {"sequence_id", "sequence_start", "sequence_end"}
+
+PATH_PARAMETER = "tandem_path"  # of probes: which way a request takes, whatever the policy
 
 _SAMPLING_FIELDS = FIELDS.keys() - {*PROMPTS, "sampling_parameters"}
 
@@ -40,13 +43,21 @@ def parse_request(
     for name, array in inputs.items():
         _put(values, name, _field(name).from_tensor(array))
     for name, value in parameters.items():
-        if name not in _TRITON_PARAMETERS and not name.startswith("triton_"):
+        if name == PATH_PARAMETER:
+            values["path"] = _path(value)
+        elif name not in _TRITON_PARAMETERS and not name.startswith("triton_"):
             _put(values, name, _field(name).from_value(value))
     _put_sampling_parameters(values, values.pop("sampling_parameters", "{}"))
     _check_together(values, settings)
     if "messages" in values:
         values["messages"] = parse_messages(values["messages"])
     return GenerateRequest(**values)
+
+
+def _path(value: object) -> Path:
+    if not isinstance(value, str) or value not in tuple(Path):
+        raise InvalidRequest(PATH_PARAMETER, f"must be {' or '.join(Path)}; got {shown(value)}")
+    return Path(value)
 
 
 def _field(name: str, known: Iterable[str] = FIELDS) -> Field:

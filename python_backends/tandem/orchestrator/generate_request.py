@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from tandem.errors import InvalidRequest
+from tandem.orchestrator.path_costs import Path
 from tandem.orchestrator.sampling_defaults import SamplingDefaults
 from tandem.types import SamplingParams
 
@@ -45,6 +46,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     return_num_output_tokens: bool = True
     return_timings: bool = True
     return_output_ids: bool = False
+    path: Path | None = None  # None: the policy decides
 
     @property
     def prompt_field(self) -> str:

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import secrets
 import time
@@ -21,10 +22,18 @@ from typing import Any
 import numpy.typing as npt
 
 from tandem.config import OrchestratorSettings
-from tandem.errors import EngineFault, PullFailed, RequestCancelled, TandemError, Unavailable
+from tandem.errors import (
+    EngineFault,
+    PullFailed,
+    RequestCancelled,
+    ShuttingDown,
+    TandemError,
+    Unavailable,
+)
 from tandem.kv.block_hash import block_hashes, salted_root
 from tandem.metrics import MetricsBuffer
 from tandem.orchestrator.admission import Admission, Ticket
+from tandem.orchestrator.attempts import Attempts
 from tandem.orchestrator.contract import parse_request
 from tandem.orchestrator.generate_request import GenerateRequest
 from tandem.orchestrator.generation import Generation
@@ -69,6 +78,8 @@ class Orchestrator:
         self._router = Router(settings, metrics)
         self._admission = Admission(settings, lambda: plane.loads, metrics, clock)
         self._tokenize_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._probation = asyncio.Lock()
+        self._is_draining = False
         self._num_live = 0
 
     async def serve(
@@ -81,10 +92,12 @@ class Orchestrator:
         arrived_s = self._clock()
         self._metrics.set("tandem_requests_live", self._count_live(+1))
         try:
+            if self._is_draining:
+                raise ShuttingDown("the server is draining and takes no more requests")
             request = parse_request(inputs, parameters, self._settings)
             await self._serve_in_time(request, responder, arrived_s)
         except asyncio.CancelledError:
-            self._fail(responder, RequestCancelled("the client went away"))
+            self._fail(responder, self.cancelled())
         except TandemError as error:
             self._fail(responder, error)
         except Exception as error:
@@ -92,6 +105,16 @@ class Orchestrator:
             self._fail(responder, EngineFault(f"{type(error).__name__}: {error}"))
         finally:
             self._metrics.set("tandem_requests_live", self._count_live(-1))
+
+    def drain(self) -> None:
+        """Refuses all requests from now on; who is cancelled then hears of it."""
+        self._is_draining = True
+
+    def cancelled(self) -> TandemError:
+        """Why the task of a request is cancelled."""
+        if self._is_draining:
+            return ShuttingDown("the server is stopping and cannot wait for this request")
+        return RequestCancelled("the client went away")
 
     def close(self) -> None:
         self._tokenize_thread.shutdown(wait=False, cancel_futures=True)
@@ -157,26 +180,35 @@ class Orchestrator:
     async def _generate(self, generation: Generation, ticket: Ticket) -> None:
         """Attempts until one reaches the last token; each goes on where the one before ended."""
         request_id = secrets.token_hex(8)
-        for attempt in range(self._settings.max_attempts):
+        attempts = Attempts(self._settings.max_attempts, self._probation)
+        for attempt in itertools.count():
+            await attempts.pause()
             await self._admission.enter(ticket)
-            stream = self._plane.open(f"{request_id}.{attempt}")
-            placement = self._place(generation, stream)
-            is_complete = False
-            try:
-                is_complete = await self._attempt(generation, stream, placement, ticket)
-                return
-            except (Unavailable, PullFailed, EngineFault) as error:
-                if attempt + 1 == self._settings.max_attempts:
-                    raise
-                _log.warning("request %s: attempt %d failed: %s", request_id, attempt, error)
-                generation.timings.retries += 1
-                self._metrics.count("tandem_reprefills_total")
-            finally:
-                self._plane.close(stream, cancel=not is_complete)
-                self._router.ended(placement)
+            async with attempts.placing():
+                stream = self._plane.open(f"{request_id}.{attempt}")
+                placement = self._place(generation, stream)
+                is_complete = False
+                try:
+                    is_complete = await self._attempt(
+                        generation, stream, placement, ticket, attempts
+                    )
+                    return
+                except (Unavailable, PullFailed, EngineFault) as error:
+                    _log.warning("request %s: attempt %d failed: %s", request_id, attempt, error)
+                    attempts.failed(error)
+                    generation.timings.retries += 1
+                    self._metrics.count("tandem_reprefills_total")
+                finally:
+                    self._plane.close(stream, cancel=not is_complete)
+                    self._router.ended(placement)
 
     async def _attempt(
-        self, generation: Generation, stream: TokenStream, placement: Placement, ticket: Ticket
+        self,
+        generation: Generation,
+        stream: TokenStream,
+        placement: Placement,
+        ticket: Ticket,
+        attempts: Attempts,
     ) -> bool:
         """Runs a sequence to the end of the output. True if its engine ended it as well, False if
         the engine still has to be told.
@@ -188,6 +220,7 @@ class Orchestrator:
             self._plane.keep_lease(stream)
             generation.prefilled_remotely(reply)
             generation.take(reply.token)
+            attempts.progressed()
             if generation.finish_reason is not None:
                 return not handle
         admitted = await self._link.decode(self._spec(generation, stream), handle)
@@ -204,6 +237,7 @@ class Orchestrator:
                 self._router.prefilled(placement, admitted.worker, self._clock())
             else:
                 generation.take(event)
+                attempts.progressed()
                 engine_ended = event.finish_reason is not None
         return engine_ended
 
@@ -216,6 +250,7 @@ class Orchestrator:
             block_hashes(token_ids, self._settings.block_size, salted_root(cache_salt)),
             self._plane.workers,
             self._clock(),
+            generation.request.path,
         )
         generation.timings.path = placement.path
         self._metrics.count("tandem_path_total", label_value=placement.path)

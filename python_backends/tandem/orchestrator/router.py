@@ -57,9 +57,10 @@ class Router:
         hashes: Sequence[bytes],
         workers: Iterable[WorkerLoad],
         now_s: float,
+        wanted: Path | None = None,
     ) -> Placement:
         """``hashes`` name the full blocks of the sequence's ``num_tokens``; ``workers`` are all
-        that live."""
+        that live. A ``wanted`` path is taken, whatever the policy."""
         self._look_at(workers, now_s)
         # The last token is always computed: its logits give the next one.
         matchable = hashes[: (num_tokens - 1) // self._settings.block_size]
@@ -70,7 +71,7 @@ class Router:
         expected_s = {
             path: way.expected_s + self._costs.overhead_s(path) for path, way in ways.items()
         }
-        path = self._choose(min(uncached.values(), default=num_tokens), expected_s)
+        path = wanted or self._choose(min(uncached.values(), default=num_tokens), expected_s)
         way = ways[path]
         if way.prefill is not None:
             way.prefill.give(sequence_id, uncached[way.prefill])

@@ -1,7 +1,8 @@
 """The orchestrator's end of the stream plane: one ROUTER socket that every engine connects to.
 
-Tokens come in, one message an engine step; cancels, lease renewals and pings go out. An engine
-that is silent for ``worker_timeout_s`` is dead: its sequences get an ``EngineDied`` at once.
+Tokens come in, one message an engine step; cancels, lease renewals and pings go out. When the shim
+of an engine says that it ended, its sequences get an ``EngineDied`` at once. One that is silent for
+``worker_timeout_s`` is frozen, or gone with its shim: they get an ``Unavailable``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import zmq
 import zmq.asyncio
 
 from tandem import wire
-from tandem.errors import EngineDied, TandemError, from_wire
+from tandem.errors import EngineDied, TandemError, Unavailable, from_wire
 from tandem.types import Load, WorkerLoad
 
 PING_S = 1.0
@@ -27,7 +28,6 @@ _RENEW_EVERY_PINGS = 5
 _MAX_REMEMBERED_CANCELS = 256
 _MAX_REMEMBERED_INCARNATIONS = 256
 _log = logging.getLogger(__name__)
-_decode = wire.decoder(wire.StepMessage).decode
 
 StreamEvent = wire.TokenEvent | wire.Prefilled | TandemError
 
@@ -78,7 +78,7 @@ class StreamPlane:
         self._ping_s = ping_s
         self._clock = clock
         self._workers: dict[str, _Worker] = {}  # by incarnation
-        self._replaced: deque[str] = deque(maxlen=_MAX_REMEMBERED_INCARNATIONS)
+        self._gone: deque[str] = deque(maxlen=_MAX_REMEMBERED_INCARNATIONS)
         self._streams: dict[str, TokenStream] = {}
         self._waiting_for_pull: set[str] = set()
         self._cancelled: deque[str] = deque(maxlen=_MAX_REMEMBERED_CANCELS)
@@ -137,8 +137,8 @@ class StreamPlane:
     def admitted(self, stream: TokenStream, worker_name: str, incarnation: str) -> None:
         """The sequence runs on this engine: if the engine dies, so does the stream."""
         self._waiting_for_pull.discard(stream.sequence_id)
-        if incarnation in self._replaced:
-            stream.put(EngineDied(f"worker {worker_name} was restarted"))
+        if incarnation in self._gone:
+            stream.put(EngineDied(f"engine {worker_name} has ended"))
             return
         # The reply may overtake the engine's first message; if that never comes, it is silent.
         worker = self._workers.setdefault(incarnation, _Worker(worker_name, self._clock()))
@@ -148,14 +148,17 @@ class StreamPlane:
         while True:
             identity, *_, payload = await self._socket.recv_multipart()
             try:
-                message = _decode(payload)
+                message = wire.decode_to_orchestrator(payload)
             except msgspec.DecodeError:
                 _log.exception("a message of %r cannot be read", identity)
                 continue
-            self._dispatch(identity, message)
+            if isinstance(message, wire.EngineEnded):
+                self._engine_ended(message)
+            else:
+                self._dispatch(identity, message)
 
     def _dispatch(self, identity: bytes, message: wire.StepMessage) -> None:
-        if message.incarnation in self._replaced:
+        if message.incarnation in self._gone:
             return  # what it still had in the socket; its streams were told that it is gone
         worker = self._workers.setdefault(message.incarnation, _Worker(message.worker, 0.0))
         is_new = worker.load is None
@@ -187,22 +190,29 @@ class StreamPlane:
             for incarnation, worker in list(self._workers.items()):
                 silence_s = now_s - worker.last_heard_s
                 if silence_s > self._worker_timeout_s:
-                    self._bury(incarnation, f"silent for {silence_s:.1f} s")
+                    reason = f"worker {worker.name} is silent for {silence_s:.1f} s"
+                    self._bury(incarnation, Unavailable(reason))
 
     def _bury_predecessors(self, hello: wire.StepMessage) -> None:
         """A new incarnation of a worker says hello: what ran on the old one is gone."""
         for incarnation, worker in list(self._workers.items()):
             if worker.name == hello.worker and incarnation != hello.incarnation:
-                self._replaced.append(incarnation)
-                self._bury(incarnation, "replaced by a new incarnation")
+                self._gone.append(incarnation)
+                self._bury(incarnation, Unavailable(f"worker {worker.name} was started again"))
 
-    def _bury(self, incarnation: str, reason: str) -> None:
+    def _engine_ended(self, message: wire.EngineEnded) -> None:
+        self._gone.append(message.incarnation)
+        if message.incarnation in self._workers:
+            reason = f"engine {message.worker} {message.reason}"
+            self._bury(message.incarnation, EngineDied(reason))
+
+    def _bury(self, incarnation: str, error: Unavailable) -> None:
         worker = self._workers.pop(incarnation)
-        _log.warning("worker %s is lost: %s", worker.name, reason)
+        _log.warning("%s; %d sequences were there", error, len(worker.sequences))
         for sequence_id in worker.sequences:
             stream = self._streams.get(sequence_id)
             if stream is not None:
-                stream.put(EngineDied(f"worker {worker.name} was lost: {reason}"))
+                stream.put(error)
 
     def _broadcast(self, message: wire.FromOrchestrator) -> None:
         for worker in self._workers.values():

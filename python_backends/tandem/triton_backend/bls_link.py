@@ -8,12 +8,13 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from tandem import wire
-from tandem.errors import InvalidRequest, Unavailable
+from tandem.errors import InvalidRequest, ShuttingDown, Unavailable
 from tandem.orchestrator.call_places import CallPlaces
 from tandem.triton_backend.responses import error_from_response
 from tandem.types import Role
 from tandem.wire import Admitted, PrefillReply, SequenceSpec
 
+_STOPPING = "Server not ready"  # Triton's own words, once it has unloaded the pools
 _decode_prefill = wire.decoder(PrefillReply).decode
 _decode_admitted = wire.decoder(Admitted).decode
 
@@ -54,7 +55,10 @@ async def _execute(role: Role, spec: SequenceSpec, handle: bytes) -> tuple[bytes
     except pb_utils.TritonModelException as error:  # e.g. the model is not loaded
         raise Unavailable(f"model {model}: {error}") from error
     if response.has_error():
-        raise error_from_response(response.error().message())
+        message = response.error().message()
+        if _STOPPING in message:
+            raise ShuttingDown("the server is stopping")
+        raise error_from_response(message)
     return _bytes(response, "result"), _bytes(response, "handle")
 
 

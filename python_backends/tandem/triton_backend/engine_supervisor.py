@@ -21,8 +21,10 @@ import zmq.asyncio
 
 from tandem import wire
 from tandem.config import EngineConfig
-from tandem.errors import ConfigError, EngineDied, to_wire
+from tandem.errors import ConfigError, EngineDied, TandemError, Unavailable, to_wire
 from tandem.metrics import MetricsBuffer
+from tandem.triton_backend.engine_obituary import announce_end
+from tandem.triton_backend.engine_watch import EngineWatch
 from tandem.triton_backend.stats_publisher import StatsPublisher
 
 ENGINE_COMMAND = (sys.executable, "-m", "tandem.engine")
@@ -65,6 +67,10 @@ class EngineSupervisor:
         self._num_starts = 0
         self._failed_starts = 0  # in a row
         self._ready_s = 0.0
+        self._incarnation = ""
+        self._is_ready = asyncio.Event()  # these three: of the present engine
+        self._watch = EngineWatch(config.settings)
+        self._kill_reason = ""
         self._process: asyncio.subprocess.Process | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._stopping = asyncio.Event()
@@ -132,16 +138,21 @@ class EngineSupervisor:
             end = await self._run_engine()
             was_up = self._up.is_set()
             self._note_end()
+            if was_up:
+                ended = wire.EngineEnded(
+                    worker=self._config.worker, incarnation=self._incarnation, reason=end
+                )
+                await announce_end(self._context, self._config.deployment.runtime_dir, ended)
             self._fail_calls(EngineDied(f"engine {self._config.worker} {end}"))
             if not self._settled.is_set():
                 self._start_error = f"{end} while starting; see its log above"
                 break
             if not was_up or self._failed_starts > 1:  # no telling when there will be an engine
-                self._fail_waiting(EngineDied(f"engine {self._config.worker} {end}, again"))
+                self._fail_waiting(Unavailable(f"engine {self._config.worker} {end}, again"))
             if not self._stopping.is_set():
                 await self._back_off(end)
         self._stopping.set()
-        self._fail_waiting(EngineDied("the server is shutting down"))
+        self._fail_waiting(Unavailable("the server is shutting down"))
         await asyncio.sleep(0)  # for a ``submit`` that came meanwhile
 
     def _note_end(self) -> None:
@@ -166,22 +177,24 @@ class EngineSupervisor:
         self._stats.expect_new_engine()
         address = f"{self._config.channel}-{self._num_starts}"
         self._socket = self._context.socket(zmq.DEALER)
-        receiving = giving_up = None
+        receiving = giving_up = watching = None
+        self._watch = EngineWatch(self._config.settings)
+        self._is_ready = asyncio.Event()
+        self._kill_reason = ""
         try:
             self._socket.bind(address)
             self._process = await self._start_process(address)
             receiving = asyncio.ensure_future(self._receive(self._socket))
             timeout_s = self._config.settings.start_timeout_s
             giving_up = self._loop.call_later(timeout_s, self._give_up_start)
+            watching = asyncio.ensure_future(self._kill_what_hangs())
             exit_code = await self._process.wait()
-            if giving_up.when() <= self._loop.time() and not self._up.is_set():
-                return f"was not ready after {timeout_s} s"
-            return f"exited with {exit_code}"
+            return self._kill_reason or f"exited with {exit_code}"
         except (OSError, zmq.ZMQError) as error:
             return f"could not be started: {error}"
         finally:
-            if receiving is not None:
-                receiving.cancel()
+            for task in filter(None, (receiving, watching)):
+                task.cancel()
             if giving_up is not None:
                 giving_up.cancel()
             self._socket.close(linger=0)
@@ -217,9 +230,13 @@ class EngineSupervisor:
                     self._room.release()
             case wire.Stats():
                 self._stats.publish(message)
+            case wire.Alive():
+                self._watch.heard(message)
             case wire.Ready():
+                self._incarnation = message.incarnation
                 self._metrics.set("tandem_engine_up", 1)
                 self._ready_s = self._clock()
+                self._is_ready.set()
                 self._up.set()
                 self._settled.set()
                 waiting, self._waiting = self._waiting, []
@@ -241,7 +258,7 @@ class EngineSupervisor:
 
     def _refuse(self, answer: Answer, reason: str) -> None:
         self._room.release()
-        _give(answer, _error_reply(0, EngineDied(reason)))
+        _give(answer, _error_reply(0, Unavailable(reason)))
 
     def _answer(self, reply: wire.Reply) -> None:
         call = self._calls.get(reply.call_id)
@@ -255,7 +272,7 @@ class EngineSupervisor:
             del self._calls[call_id]
             self._room.release()
 
-    def _fail_waiting(self, error: EngineDied) -> None:
+    def _fail_waiting(self, error: TandemError) -> None:
         waiting, self._waiting = self._waiting, []
         for _, _, answer in waiting:
             self._room.release()
@@ -269,7 +286,16 @@ class EngineSupervisor:
 
     def _give_up_start(self) -> None:
         if not self._up.is_set():
+            self._kill_reason = f"was not ready after {self._config.settings.start_timeout_s} s"
             self._kill()
+
+    async def _kill_what_hangs(self) -> None:
+        await self._is_ready.wait()
+        self._kill_reason = await self._watch.wait_for_failure()
+        if self._stopping.is_set():  # it is silent because it ends; ``_begin_stop`` has a deadline
+            return
+        _log.error("engine %s %s; killing it", self._config.worker, self._kill_reason)
+        self._kill()
 
     def _kill(self) -> None:
         if self._process is not None and self._process.returncode is None:
@@ -283,7 +309,7 @@ def _give(answer: Answer, reply: wire.Reply) -> None:
         _log.exception("an answer could not be given")
 
 
-def _error_reply(call_id: int, error: EngineDied) -> wire.Reply:
+def _error_reply(call_id: int, error: TandemError) -> wire.Reply:
     name, message = to_wire(error)
     return wire.Reply(call_id=call_id, error=name, message=message)
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,9 @@ from tandem.config import (
     parse_parameters,
     release_runtime_dir,
 )
+from tandem.drain import forget_drain, requested_grace_s, say_drained
 from tandem.engine.model_config import model_limits
-from tandem.errors import InvalidRequest, RequestCancelled, TandemError
+from tandem.errors import InvalidRequest, TandemError
 from tandem.metrics import ORCHESTRATOR_FAMILIES, MetricsBuffer
 from tandem.orchestrator.call_places import CallPlaces
 from tandem.orchestrator.orchestrator import Orchestrator
@@ -44,6 +46,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         self._deployment = deployment_from_env()
+        self._runtime_dir = Path(self._deployment.runtime_dir)
         name = args["model_instance_name"]
         set_up_logging(self._deployment.log_level, name)
         model_config = json.loads(args["model_config"])
@@ -112,13 +115,32 @@ class TritonPythonModel:
         self._plane.start()
         polling = asyncio.create_task(self._poll_cancellations())
         self._started.set()
+        draining = asyncio.create_task(self._watch_for_drain())
         await self._stopping.wait()
+        self._orchestrator.drain()
         polling.cancel()
-        for task in list(self._live):
-            task.cancel()
-        await asyncio.gather(polling, *self._live, return_exceptions=True)
+        draining.cancel()
+        await self._end_all()
+        await asyncio.gather(polling, draining, return_exceptions=True)
         self._orchestrator.close()
         await self._plane.stop()
+        forget_drain(self._runtime_dir, self._plane.name)
+
+    async def _end_all(self) -> None:
+        for task in list(self._live):
+            task.cancel()
+        await asyncio.gather(*self._live, return_exceptions=True)
+
+    async def _watch_for_drain(self) -> None:
+        """On demand: no new requests; those that run end, by themselves or after the grace."""
+        while (grace_s := requested_grace_s(self._runtime_dir)) is None:
+            await asyncio.sleep(_POLL_S)
+        _log.warning("draining: %d requests have %g s to end", len(self._live), grace_s)
+        self._orchestrator.drain()
+        if self._live:
+            await asyncio.wait(list(self._live), timeout=grace_s)
+        await self._end_all()
+        say_drained(self._runtime_dir, self._plane.name)
 
     def _serve(
         self,
@@ -133,7 +155,7 @@ class TritonPythonModel:
     def _end(self, task: asyncio.Task[None]) -> None:
         responder = self._live.pop(task)
         if task.cancelled():  # before its first step; later ``serve`` answers by itself
-            responder.fail(RequestCancelled("the client went away or the server is stopping"))
+            responder.fail(self._orchestrator.cancelled())
 
     async def _poll_cancellations(self) -> None:
         """Triton tells nobody that a client went away; it has to be asked, in turn, not at once."""
