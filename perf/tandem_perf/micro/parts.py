@@ -8,7 +8,7 @@ from typing import cast
 
 from tandem_perf.micro.figure import Figure, MicroOptions
 
-NAMES = ("handle", "scheduler", "orchestrator", "transport", "engine")
+NAMES = ("handle", "scheduler", "orchestrator", "transport", "engine", "start")
 
 
 def run_part(name: str, options: MicroOptions) -> Iterator[Figure]:
