@@ -2,9 +2,10 @@
 
 import os
 
-# Before torch loads OpenMP. Threads that spin while they wait take the cores from Triton and from
-# the other engines: measured on two shared cores, a decode step of 58 ms took a second.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Before torch loads OpenMP: a thread that waits spins for about 0.1 ms, then sleeps. With OpenMP's own
+# default, about 10 ms, it keeps the core from the very thread it waits for as soon as a core is shared
+# with another process: a decode step of 50 ms took a second.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 from tandem.engine.process import main  # noqa: E402
 
