@@ -81,6 +81,19 @@ def test_policy_length_looks_at_the_length(num_tokens: int, path: Path) -> None:
         ),
         (
             {"tokens_per_s": 1000},
+            {"tokens_per_s": 1500, "num_running": 0, "step_s": 0.08},
+            Path.LOCAL,
+            100 / 1500,
+        ),
+        # Four streams would lose 67 ms each: worth it only if more is lost by waiting.
+        (
+            {"tokens_per_s": 1000},
+            {"tokens_per_s": 1500, "num_running": 4, "step_s": 0.08},
+            Path.REMOTE,
+            0.1 + 0.04,
+        ),
+        (
+            {"tokens_per_s": 1000, "num_waiting_tokens": 400},
             {"tokens_per_s": 1500, "num_running": 4, "step_s": 0.08},
             Path.LOCAL,
             100 / 1500 + 0.04,

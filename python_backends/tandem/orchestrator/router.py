@@ -6,8 +6,9 @@
     local:   wait at decode   + prompt / the rate that its ITL bound leaves
 
 Policy ``auto`` takes the way that is expected to end earlier, by what the workers measure of
-themselves and what this orchestrator has given them. A prompt's cached prefix costs nothing, so
-requests go where their prefix is unless too much waits there.
+themselves and what this orchestrator has given them. A local prefill is charged for what it takes
+from the streams that decode beside it, so that it serves bursts and does not become the rule. A
+prompt's cached prefix costs nothing, so requests go where it is unless too much waits there.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ class Router:
         expected_s = {
             path: way.expected_s + self._costs.overhead_s(path) for path, way in ways.items()
         }
-        path = wanted or self._choose(min(uncached.values(), default=num_tokens), expected_s)
+        prices_s = dict(expected_s)
+        if (decode := ways[Path.LOCAL].decode) is not None:
+            prices_s[Path.LOCAL] += decode.disturbance_s(uncached[decode])
+        path = wanted or self._choose(min(uncached.values(), default=num_tokens), prices_s)
         way = ways[path]
         if way.prefill is not None:
             way.prefill.give(sequence_id, uncached[way.prefill])
@@ -106,7 +110,7 @@ class Router:
             view.backlog.remove(placement.sequence_id)
             view.coming.discard(placement.sequence_id)
 
-    def _choose(self, num_uncached: int, expected_s: dict[Path, float]) -> Path:
+    def _choose(self, num_uncached: int, prices_s: Mapping[Path, float]) -> Path:
         match self._settings.policy:
             case Policy.NEVER:
                 return Path.LOCAL
@@ -115,10 +119,10 @@ class Router:
             case Policy.LENGTH:
                 is_short = num_uncached < self._settings.remote_prefill_min_tokens
                 return Path.LOCAL if is_short else Path.REMOTE
-            case Policy.AUTO if math.isinf(expected_s[Path.REMOTE]):
+            case Policy.AUTO if math.isinf(prices_s[Path.REMOTE]):
                 # Nothing was heard of the prefill pool: nobody has called it yet, or it is dead.
                 return Path.LOCAL if self._had_prefill else Path.REMOTE
-        return Path.LOCAL if expected_s[Path.LOCAL] < expected_s[Path.REMOTE] else Path.REMOTE
+        return Path.LOCAL if prices_s[Path.LOCAL] < prices_s[Path.REMOTE] else Path.REMOTE
 
     def _look_at(self, workers: Iterable[WorkerLoad], now_s: float) -> None:
         alive: dict[str, WorkerView] = {}

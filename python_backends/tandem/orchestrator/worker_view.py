@@ -61,6 +61,11 @@ class WorkerView:
         work_s = num_uncached / rate if rate else 0.0
         return self.prefill_s(num_uncached) + work_s + self._crowding_s
 
+    def disturbance_s(self, num_uncached: int) -> float:
+        """What its running streams lose, summed over them, while it prefills so many tokens."""
+        rate = self.load.prefill_tokens_per_s
+        return self.load.num_running * num_uncached / rate if rate else 0.0
+
     def pull_cost_s(self, num_tokens: int) -> float:
         return self.pull_s(num_tokens) + self._crowding_s
 
