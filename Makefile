@@ -2,6 +2,7 @@
 # make run     serve the small model and ask it one question
 # make bench   compare colocated and disaggregated serving here (about 5 minutes), write a report
 # make test    what CI runs: ruff, mypy, pytest (real Triton server included)
+# make soak    20 minutes of random requests while engines are killed (SECONDS=1200, SEED=1)
 #
 # PYTHON=python3.12             another Python (3.11 or 3.12 with a shared libpython)
 # TORCH="torch==2.13.0 ..."     options of pip for torch, e.g. an index that has the CPU build
@@ -15,7 +16,7 @@ BIN := .venv/bin
 # One stamp per content of pyproject.toml: a change installs again, a fresh checkout does not.
 STAMP := .venv/.setup-$(shell (cat pyproject.toml; echo '$(TORCH)') | sha256sum | cut -c1-16)
 
-.PHONY: setup run bench test lint clean
+.PHONY: setup run bench test soak lint clean
 
 setup: $(STAMP)
 	@$(BIN)/tandem fetch triton
@@ -42,6 +43,11 @@ lint: setup
 
 test: lint
 	$(BIN)/pytest
+
+SECONDS ?= 1200
+SEED ?= 1
+soak: setup
+	TANDEM_SOAK_SECONDS=$(SECONDS) TANDEM_SOAK_SEED=$(SEED) $(BIN)/pytest -s tests/server/test_server_soak.py
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

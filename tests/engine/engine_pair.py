@@ -160,6 +160,11 @@ class EnginePair:
         self.decode = Host(Role.DECODE, model, self.transport, self.clock, settings)
         self._ids = itertools.count(1)
 
+    def replaced(self, host: Host) -> Host:
+        """A new engine for one that died with all it held."""
+        host.memory.region.close()
+        return Host(host.role, host.model, host.transport, host.clock, host.settings)
+
     def spec(
         self, prompt_ids: list[int], output_ids: list[int] | None = None, **sampling: Any
     ) -> wire.SequenceSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from running_server import held_blocks, metric, serve, wait_until
+from soak_load import ENDLESS_CLIENT
 from tandem_cli.server import TandemServer
 from tandem_client import AsyncTandemClient
 from tandem_client.request import GenerateRequest
@@ -181,6 +183,21 @@ async def test_a_closed_http_stream_frees_everything_within_a_second(
         await reach(server, STATES["decoding"], task)
         await leave(task)
         await idle_within_a_second(server)
+    assert num_cancelled(server) == num_before + 1
+    await assert_serves(server)
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+async def test_a_killed_client_frees_everything_within_a_second(
+    server: TandemServer, protocol: str
+) -> None:
+    num_before = num_cancelled(server)
+    url = server.http_url if protocol == "http" else f"grpc://{server.grpc_address}"
+    client = await asyncio.create_subprocess_exec(sys.executable, "-c", ENDLESS_CLIENT, url)
+    await asyncio.to_thread(wait_until, lambda: is_decoding(server), 20)
+    client.kill()
+    await client.wait()
+    await idle_within_a_second(server)
     assert num_cancelled(server) == num_before + 1
     await assert_serves(server)
 
