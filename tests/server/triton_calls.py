@@ -6,13 +6,12 @@ import json
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import httpx
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from tandem_cli.server import TandemServer
 from tandem_client.transports.grpc_messages import INPUT_TYPES
 
 PROTOCOLS = ("grpc", "generate", "generate_stream")
@@ -25,6 +24,16 @@ _CONTENTS = {
     "BOOL": "bool_contents",
 }
 _FORMATS = {"INT32": "i", "INT64": "q", "FP32": "f"}
+
+
+class Addresses(Protocol):
+    """All that is needed of a server."""
+
+    @property
+    def http_url(self) -> str: ...
+
+    @property
+    def grpc_address(self) -> str: ...
 
 
 @dataclass
@@ -51,16 +60,14 @@ class Answer:
         return self.responses[-1][name][0]
 
 
-def ask(
-    server: TandemServer, protocol: str, inputs: Mapping[str, Any], model: str = "llm"
-) -> Answer:
+def ask(server: Addresses, protocol: str, inputs: Mapping[str, Any], model: str = "llm") -> Answer:
     """One request to a decoupled model by any of ``PROTOCOLS``; lists are tensors of one axis."""
     if protocol == "grpc":
         return stream_infer(server, infer_request(model, tensors_of(inputs)))
     return post(server, f"{model}/{protocol}", inputs)
 
 
-def post(server: TandemServer, path: str, body: Mapping[str, Any] | bytes) -> Answer:
+def post(server: Addresses, path: str, body: Mapping[str, Any] | bytes) -> Answer:
     """The generate extension over HTTP; ``body`` as JSON, or as the bytes that are sent."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     reply = httpx.post(
@@ -81,7 +88,7 @@ def post(server: TandemServer, path: str, body: Mapping[str, Any] | bytes) -> An
     return answer
 
 
-def stream_infer(server: TandemServer, *messages: Any) -> Answer:
+def stream_infer(server: Addresses, *messages: Any) -> Answer:
     """One gRPC stream with these requests; the answer holds all of its responses."""
     answer = Answer()
     with grpc.insecure_channel(server.grpc_address) as channel:
