@@ -182,7 +182,7 @@ def test_a_short_request_need_not_wait_for_a_long_one(endpoint: Endpoint) -> Non
 # ---- clients that leave ----------------------------------------------------------------------
 
 
-def test_cancelled_grpc_streams_take_no_place(endpoint: Endpoint, lone: dict[str, str]) -> None:
+def test_cancelled_grpc_streams_disturb_nobody(endpoint: Endpoint, lone: dict[str, str]) -> None:
     inputs = endpoint.inputs(SHORT, True, ENDLESS)
     with endpoint.stub() as stub:
         for _ in range(2 * NUM_CONCURRENT):
@@ -195,7 +195,7 @@ def test_cancelled_grpc_streams_take_no_place(endpoint: Endpoint, lone: dict[str
     assert at_once(endpoint, "grpc", lone) == list(lone.values())
 
 
-def test_closed_http_streams_take_no_place(endpoint: Endpoint, lone: dict[str, str]) -> None:
+def test_closed_http_streams_disturb_nobody(endpoint: Endpoint, lone: dict[str, str]) -> None:
     path = f"{endpoint.http_url}/v2/models/{endpoint.model}/generate_stream"
     inputs = endpoint.inputs(SHORT, True, ENDLESS)
     for _ in range(2 * NUM_CONCURRENT):

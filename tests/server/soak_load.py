@@ -23,7 +23,7 @@ MAX_MODEL_LEN = 512
 ANSWERED_WITHIN_S = 90.0
 MAX_STAY_S = 1.5  # of a client that leaves
 FATES = {"whole": 3, "stream": 5, "leave": 3, "reset": 1, "timeout": 1}  # and their weights
-NO_TOKEN_IN_TIME = "no token within its timeout"
+REFUSED_IN_TIME = "its timeout"  # no token came within it, or none would have
 LINGER_0 = struct.pack("ii", 1, 0)  # closing sends RST
 LENGTHS = (8, 40, 100, 200, 400)  # tokens; policy length sends those from 128 to the prefill pool
 SAMPLING: tuple[dict[str, Any], ...] = (
@@ -144,7 +144,7 @@ class Load:
         except TimeoutError:
             self.tally.fates["left"] += completion is None
         except TandemClientError as error:
-            if fate == "timeout" and NO_TOKEN_IN_TIME in str(error):
+            if fate == "timeout" and REFUSED_IN_TIME in str(error):
                 self.tally.fates["expired"] += 1
             else:
                 self.tally.lost.append(f"{type(error).__name__}: {error}; {params}")
@@ -159,15 +159,20 @@ class Load:
         params: dict[str, Any],
     ) -> None:
         """Whatever came must be right as far as it goes."""
-        is_right = question.answer.text.startswith(text)
+        wanted = question.answer
+        is_right = wanted.text.startswith(text)
         if completion is not None:
             self.tally.num_tokens += completion.num_output_tokens
             self.tally.num_retries += completion.timings.retries
             is_cut = fate == "timeout" and completion.finish_reason == "timeout"
             self.tally.fates["cut by timeout" if is_cut else "answered"] += 1
-            is_right = is_right and (is_cut or question.is_answered_by(completion))
+            if is_cut:  # its text may end in a part of a character or of a stop string
+                ids = completion.output_ids or ()
+                is_right = ids == (wanted.output_ids or ())[: len(ids)]
+            else:
+                is_right = is_right and question.is_answered_by(completion)
         if not is_right:
-            self.tally.wrong.append(f"{params}: {text!r}, {completion}; not {question.answer}")
+            self.tally.wrong.append(f"{params}: {text!r}, {completion}; not {wanted}")
 
     async def _reset(self, params: dict[str, Any]) -> None:
         """A client whose connection breaks, without a word to the server."""
