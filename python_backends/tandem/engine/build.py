@@ -13,7 +13,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.exports import Exports, Identity
 from tandem.engine.imports import Imports, PullDone, PullSettled
 from tandem.engine.model import LoadedModel
-from tandem.engine.model_runner import ModelRunner
+from tandem.engine.model_runner import DecodeLimits, ModelRunner
 from tandem.engine.outbox import Outbox
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.slab import tensor_of
@@ -23,6 +23,7 @@ from tandem.kv.layout import KVLayout
 from tandem.kv.lease_board import LeaseBoard
 from tandem.transport.base import Region, RegionShape, Transport
 from tandem.transport.fenced_pull import FencedPuller
+from tandem.types import Role
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,9 @@ def build_engine(
     done: Callable[[PullDone | PullSettled], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> Engine:
-    num_blocks = len(memory.region.slab)
-    blocks = BlockManager(num_blocks)
+    num_scratch = _num_scratch_blocks(settings, model)
+    blocks = BlockManager(len(memory.region.slab) - num_scratch)
+    graph_limits = DecodeLimits(settings.max_num_seqs, settings.max_model_len)
     endpoint = memory.region.endpoint
     identity = Identity(memory.incarnation, settings.transport, endpoint, fingerprint)
     return Engine(
@@ -80,7 +82,11 @@ def build_engine(
         limits=EngineLimits(
             settings.role, settings.block_size, model.limits.vocab_size, settings.max_model_len
         ),
-        runner=ModelRunner(model, tensor_of(memory.region.slab, memory.layout)),
+        runner=ModelRunner(
+            model,
+            tensor_of(memory.region.slab, memory.layout),
+            graph_limits if num_scratch else None,
+        ),
         blocks=blocks,
         scheduler=Scheduler(
             blocks,
@@ -109,6 +115,7 @@ def _num_blocks(settings: EngineSettings, model: LoadedModel, layout: KVLayout) 
         )
     num_blocks = layout.num_blocks_in(settings.kv_cache_mb * 2**20)
     needed = -(-settings.max_model_len // settings.block_size)
+    needed += _num_scratch_blocks(settings, model)
     if num_blocks < needed:
         needed_mb = -(-needed * layout.block_bytes // 2**20)
         raise ConfigError(
@@ -116,3 +123,8 @@ def _num_blocks(settings: EngineSettings, model: LoadedModel, layout: KVLayout) 
             f"{settings.max_model_len} needs {needed_mb}"
         )
     return num_blocks
+
+
+def _num_scratch_blocks(settings: EngineSettings, model: LoadedModel) -> int:
+    """At the end of the slab, for the padding of decode graphs."""
+    return int(model.device.type == "cuda" and settings.role is Role.DECODE)

@@ -16,20 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tandem.engine.attention import PagedAttention
+from tandem.engine.attention import AttentionOptions, PagedAttention
 from tandem.engine.kernels.native import NativeOperations
 from tandem.engine.kernels.operations import TorchOperations
 from tandem.engine.linear import fuse_linears
 from tandem.types import Quantization
 
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-
-
-class AttentionOptions(NamedTuple):
-    """What transformers' layer asks of its attention."""
-
-    scaling: float  # of the scores
-    window: int | None  # tokens a query sees, itself included
 
 
 class _Norm(NamedTuple):

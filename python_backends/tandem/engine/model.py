@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,25 +11,23 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tandem.engine.attention import ATTENTION_NAME, PagedAttention
+from tandem.engine.attention import ATTENTION_NAME, AttentionOptions, PagedAttention
 from tandem.engine.batch import Batch, SequenceSlice
-from tandem.engine.decoder import AttentionOptions, Decoder, has_lean_decoder
+from tandem.engine.decoder import Decoder, has_lean_decoder
+from tandem.engine.forward_pass import Forward
 from tandem.engine.kernels.native import NativeOperations, native_operations
 from tandem.engine.linear import replace_linears
 from tandem.engine.model_config import ModelLimits, model_limits, weight_files
+from tandem.engine.sequence_attention import SequenceAttention
 from tandem.engine.slab import TORCH_DTYPES, empty_slab
 from tandem.errors import ConfigError, EngineFault
 from tandem.kv.layout import KVLayout
 from tandem.types import Quantization
 
 # Of the largest logit: rounding in another order; a layer built otherwise is off by a multiple.
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+LOGIT_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _QUANTIZED_TOLERANCE = 0.5
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16"}  # without them bf16 GEMM is 9x slower than fp32
-
-
-# Token ids, positions, rows to compute the logits of, attention → logits [num_rows, vocab_size].
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PagedAttention], torch.Tensor]
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +43,7 @@ class LoadedModel:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    attention_options: tuple[AttentionOptions, ...]  # of each layer
     limits: ModelLimits
 
     def layout(self, block_size: int) -> KVLayout:
@@ -92,6 +90,7 @@ def load_model(
         num_layers=len(layers),
         num_kv_heads=layers[0].num_kv_heads,
         head_dim=layers[0].head_dim,
+        attention_options=tuple(layer.options for layer in layers),
         limits=limits,
     )
 
@@ -148,7 +147,7 @@ def _lean_forward(
     logits = _first_logits(decoder.forward, causal_lm, layers[0], native)
     difference = ((logits - expected).abs().max() / expected.abs().max()).item()
     is_exact = quantization is Quantization.NONE
-    if difference > (_TOLERANCE[causal_lm.dtype] if is_exact else _QUANTIZED_TOLERANCE):
+    if difference > (LOGIT_TOLERANCE[causal_lm.dtype] if is_exact else _QUANTIZED_TOLERANCE):
         _log.warning(
             "%s: the lean decoder is %.1g off, transformers' modules run instead",
             type(causal_lm).__name__,
@@ -166,7 +165,7 @@ def _first_logits(
     """Float logits of a prompt that is longer than a block, then of one more token."""
     num_layers = causal_lm.config.num_hidden_layers
     layout = KVLayout(num_layers, shape.num_kv_heads, shape.head_dim, 16, _name(causal_lm.dtype))
-    attention = PagedAttention(empty_slab(layout, 2, causal_lm.device), native)
+    attention = SequenceAttention(empty_slab(layout, 2, causal_lm.device), native)
     tokens = list(range(1, 22))
     logits = []
     for start, end in ((0, 20), (20, 21)):
@@ -277,6 +276,7 @@ class _Probe:
             AttentionOptions(
                 query.shape[-1] ** -0.5 if scaling is None else scaling,
                 options.get("sliding_window"),
+                options.get("softcap"),
             ),
         )
         return torch.zeros_like(query).transpose(1, 2).contiguous()

@@ -57,6 +57,7 @@ def _serve(config: EngineConfig, started_s: float) -> None:
     signal.signal(signal.SIGTERM, lambda *_: loop.inbox.put(Shutdown()))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; wait for TERM
 
+    _use_device(config.device)
     _log.info("loading %s", deployment.model)
     model = load_model(deployment.model, settings.dtype, config.device, settings.quantization)
     options = TransportOptions(config.device, deployment.kv_host, settings.nixl_backend)
@@ -82,7 +83,7 @@ def _serve(config: EngineConfig, started_s: float) -> None:
     ready = wire.Ready(
         incarnation=memory.incarnation,
         fingerprint=fingerprint,
-        num_blocks=len(memory.region.slab),
+        num_blocks=engine.load().num_blocks,
         max_model_len=settings.max_model_len,
         load_s=time.monotonic() - started_s,
     )
@@ -129,3 +130,11 @@ def _use_cores(config: EngineConfig) -> None:
     transformers_logging.disable_progress_bar()  # the log is no terminal
     num_threads = config.settings.num_threads or len(config.cores)
     torch.set_num_threads(num_threads or max(1, len(os.sched_getaffinity(0)) // 2))
+
+
+def _use_device(device: str) -> None:
+    """The current GPU of this thread, which runs the model: streams and graphs belong to it."""
+    import torch
+
+    if device != "cpu":
+        torch.cuda.set_device(device)

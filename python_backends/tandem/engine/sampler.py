@@ -12,6 +12,7 @@ restart changes it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tandem.engine.step_inputs import device_tensor, to_device
 from tandem.errors import EngineFault
 from tandem.types import SamplingParams
 
@@ -68,11 +70,20 @@ def sample(logits: torch.Tensor, requests: list[SampleRequest]) -> list[Sampled]
     maxima, token_ids = logits.max(dim=-1)
     edited = [row for row, request in enumerate(requests) if not request.is_plain_greedy]
     if edited:
-        token_ids[edited] = _choose(logits[edited], [requests[row] for row in edited])
-    logprobs = _logprobs(logits, token_ids, requests)
-    if not bool(torch.isfinite(maxima).all()):
+        rows = device_tensor(edited, logits.device)
+        token_ids[rows] = _choose(logits[rows], [requests[row] for row in edited])
+    wanted = [row for row, request in enumerate(requests) if request.params.logprobs]
+    parts = [token_ids, maxima, _logprobs(logits, token_ids, wanted)]
+    # One copy to the host. On a GPU it is what a step waits for; float64 holds all three exactly.
+    values = torch.cat([part.double() for part in parts]).tolist()
+    chosen, best, logprobs = (
+        values[: len(requests)],
+        values[len(requests) : 2 * len(requests)],
+        dict(zip(wanted, values[2 * len(requests) :], strict=True)),
+    )
+    if not all(map(math.isfinite, best)):
         raise EngineFault("the model returned logits that are not finite")
-    return [Sampled(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids.tolist())]
+    return [Sampled(int(token_id), logprobs.get(row)) for row, token_id in enumerate(chosen)]
 
 
 def uniform(seed: int, position: int) -> float:
@@ -81,16 +92,13 @@ def uniform(seed: int, position: int) -> float:
     return float(np.random.Generator(generator).random())
 
 
-def _logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, requests: list[SampleRequest]
-) -> dict[int, float]:
-    """Log-softmax of the logits as they came, at the chosen token, for the rows that want it."""
-    rows = [row for row, request in enumerate(requests) if request.params.logprobs]
-    if not rows:
-        return {}
-    wanted = torch.log_softmax(logits[rows], dim=-1)
-    chosen = wanted.gather(-1, token_ids[rows].unsqueeze(-1)).squeeze(-1)
-    return dict(zip(rows, chosen.tolist(), strict=True))
+def _logprobs(logits: torch.Tensor, token_ids: torch.Tensor, wanted: list[int]) -> torch.Tensor:
+    """[len(wanted)] log-softmax of the logits as they came, at the chosen tokens of these rows."""
+    if not wanted:
+        return logits.new_empty(0)
+    rows = device_tensor(wanted, logits.device)
+    logprobs = torch.log_softmax(logits[rows], dim=-1)
+    return logprobs.gather(-1, token_ids[rows].unsqueeze(-1)).squeeze(-1)
 
 
 def _choose(scores: torch.Tensor, requests: list[SampleRequest]) -> torch.Tensor:
@@ -101,7 +109,8 @@ def _choose(scores: torch.Tensor, requests: list[SampleRequest]) -> torch.Tensor
     token_ids = scores.argmax(dim=-1)
     drawn = [row for row, request in enumerate(requests) if request.params.temperature > 0]
     if drawn:
-        token_ids[drawn] = _draw(scores[drawn], [requests[row] for row in drawn])
+        rows = device_tensor(drawn, scores.device)
+        token_ids[rows] = _draw(scores[rows], [requests[row] for row in drawn])
     return token_ids
 
 
@@ -152,7 +161,7 @@ def _top_p_floor(probs: torch.Tensor, top_ps: list[float]) -> torch.Tensor:
     # A row without top_p needs no mass, so it does not widen the search.
     mass = _column([p if p < 1 else 0.0 for p in top_ps], torch.float64, probs.device)
     width = min(_NUM_LIKELY, vocab_size)
-    while True:
+    while True:  # the host waits for each turn of it
         best = probs.topk(width, dim=-1).values  # sorted
         mass_before = best.cumsum(dim=-1, dtype=torch.float64) - best
         num_kept = (mass_before < mass).sum(dim=-1, keepdim=True)
@@ -164,7 +173,7 @@ def _top_p_floor(probs: torch.Tensor, top_ps: list[float]) -> torch.Tensor:
 
 
 def _column(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=dtype, device=device).unsqueeze(-1)
+    return device_tensor(values, device, dtype).unsqueeze(-1)
 
 
 def _apply_repetition_penalty(scores: torch.Tensor, requests: list[SampleRequest]) -> None:
@@ -177,9 +186,8 @@ def _apply_repetition_penalty(scores: torch.Tensor, requests: list[SampleRequest
     ]
     rows, columns = _index(ids, scores.device)
     if len(columns):
-        penalties = torch.tensor(
-            [max(r.params.repetition_penalty, _LEAST) for r in requests], device=scores.device
-        )[rows]
+        factors = [max(r.params.repetition_penalty, _LEAST) for r in requests]
+        penalties = device_tensor(factors, scores.device, torch.float32)[rows]
         seen = scores[rows, columns]
         scores[rows, columns] = torch.where(seen > 0, seen / penalties, seen * penalties)
 
@@ -195,7 +203,8 @@ def _apply_count_penalties(scores: torch.Tensor, requests: list[SampleRequest]) 
         amounts.append(p.presence_penalty + counts * p.frequency_penalty)
     rows, columns = _index(ids, scores.device)
     if len(columns):
-        amount = torch.from_numpy(np.concatenate(amounts)).to(scores.device, scores.dtype)
+        amount = torch.from_numpy(np.concatenate(amounts)).to(scores.dtype)
+        amount = to_device(amount, scores.device)
         scores[rows, columns] -= amount
 
 
@@ -220,4 +229,4 @@ def _index(
     """Row and column of every id, for one indexed read or write of a [rows, vocab] tensor."""
     rows = np.repeat(np.arange(len(ids)), [len(row) for row in ids])
     columns = np.concatenate(ids)
-    return torch.from_numpy(rows).to(device), torch.from_numpy(columns).to(device)
+    return to_device(torch.from_numpy(rows), device), to_device(torch.from_numpy(columns), device)
