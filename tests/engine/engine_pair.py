@@ -7,6 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+from gpu_transport import GpuTransport
 from tandem import wire
 from tandem.config import EngineSettings
 from tandem.engine.build import build_engine, export_memory
@@ -125,7 +126,7 @@ class Host:
     @property
     def blocks(self) -> dict[str, int]:
         counts = self.engine.stats().blocks
-        assert sum(counts.values()) == len(self.memory.region.slab)
+        assert sum(counts.values()) == self.engine.load().num_blocks
         return counts
 
     @property
@@ -155,7 +156,8 @@ class Output:
 class EnginePair:
     def __init__(self, model: LoadedModel, **settings: Any) -> None:
         self.clock = Clock()
-        self.transport = InProcessTransport()
+        on_cpu = model.device.type == "cpu"
+        self.transport = InProcessTransport() if on_cpu else GpuTransport()
         self.prefill = Host(Role.PREFILL, model, self.transport, self.clock, settings)
         self.decode = Host(Role.DECODE, model, self.transport, self.clock, settings)
         self._ids = itertools.count(1)

@@ -10,7 +10,6 @@ import torch
 
 from engine_pair import BLOCK_SIZE, EnginePair
 from fake_kernels import FLASHINFER, TapeCapture, varlen
-from tandem.config import EngineSettings
 from tandem.engine import build as build_module
 from tandem.engine import model as model_module
 from tandem.engine import model_runner as runner_module
@@ -22,6 +21,7 @@ from tandem.engine.kernels.varlen import VarlenKernel
 from tandem.engine.model import LoadedModel, load_model
 from tandem.engine.model_runner import DecodeLimits, ModelRunner
 from tandem.engine.slab import empty_slab
+from tandem.errors import ConfigError
 from tandem.types import Role
 from tiny_models import build_tiny
 
@@ -198,12 +198,16 @@ def test_an_engine_with_graphs_generates_the_same_tokens(loaded, use_fakes, monk
     assert tape.num_replays > 20
 
 
-def test_the_scratch_block_is_not_for_sequences(loaded, use_fakes, monkeypatch):
-    model = loaded("llama")
+def test_the_scratch_block_is_not_for_sequences(loaded, use_fakes, monkeypatch, tmp_path):
+    model = load_model(
+        build_tiny("llama", tmp_path, max_position_embeddings=1360), "float32", "cpu"
+    )
+    num_blocks = 2**20 // model.layout(BLOCK_SIZE).block_bytes
+    assert num_blocks * BLOCK_SIZE == 1360, "the test's premise: one request takes all blocks"
+    assert EnginePair(model, kv_cache_mb=1).decode.engine.load().num_blocks == num_blocks
     use_fakes("varlen")
     monkeypatch.setattr(build_module, "_num_scratch_blocks", lambda settings, _: 1)
-    pair = EnginePair(model)
-    assert pair.decode.engine.load().num_blocks == len(pair.decode.memory.region.slab) - 1
-    settings = EngineSettings(role=Role.DECODE, kv_cache_mb=1, max_model_len=512)
-    fits = model.layout(16).block_bytes * (512 // 16 + 1) <= 2**20
-    assert build_module._num_blocks(settings, model, model.layout(16)) and fits
+    with pytest.raises(ConfigError, match="max_model_len 1360"):
+        EnginePair(model, kv_cache_mb=1)
+    pair = EnginePair(loaded("llama"), kv_cache_mb=1, max_num_seqs=2)
+    assert pair.decode.engine.load().num_blocks == num_blocks - 1

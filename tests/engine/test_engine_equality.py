@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from devices import DEVICES
 from engine_pair import BLOCK_SIZE, CHUNK, EnginePair
 from tandem.engine.model import LoadedModel, load_model
 from tandem.types import FinishReason
@@ -44,22 +45,27 @@ class Oracle:
         return ids[0, len(prompt_ids) :].tolist()
 
 
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request):
+    return request.param
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
-def family(request, tmp_path_factory):
+def family(request, device, tmp_path_factory):
     torch.set_num_threads(1)
     directory = build_tiny(
         request.param, tmp_path_factory.mktemp(request.param), max_position_embeddings=MAX_LEN
     )
-    return load_model(directory, "float32", "cpu"), Oracle(directory)
+    return load_model(directory, "float32", device), Oracle(directory)
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory):
+def llama(device, tmp_path_factory):
     torch.set_num_threads(1)
     directory = build_tiny(
         "llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=MAX_LEN
     )
-    return load_model(directory, "float32", "cpu"), Oracle(directory)
+    return load_model(directory, "float32", device), Oracle(directory)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

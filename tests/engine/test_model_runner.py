@@ -14,13 +14,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, T5Config
 
+from devices import DEVICES
 from tandem.engine import decoder as decoder_module
 from tandem.engine import model as model_module
 from tandem.engine.batch import Batch, SequenceSlice
 from tandem.engine.model import LoadedModel, load_model, resolve_dtype
 from tandem.engine.model_config import model_fingerprint, model_limits
 from tandem.engine.model_runner import ModelRunner
-from tandem.engine.slab import slab_tensor
+from tandem.engine.slab import empty_slab, slab_tensor
 from tandem.errors import ConfigError
 from tandem.kv.layout import KVLayout
 from tandem.types import Quantization
@@ -53,8 +54,11 @@ class Harness:
 
     def __init__(self, model: LoadedModel, seed: int = 0) -> None:
         layout = model.layout(BLOCK_SIZE)
-        memory = mmap.mmap(-1, NUM_BLOCKS * layout.block_bytes)
-        self.slab = slab_tensor(memory, layout, NUM_BLOCKS)
+        if model.device.type == "cpu":
+            memory = mmap.mmap(-1, NUM_BLOCKS * layout.block_bytes)
+            self.slab = slab_tensor(memory, layout, NUM_BLOCKS)
+        else:
+            self.slab = empty_slab(layout, NUM_BLOCKS, model.device)
         self.slab.fill_(float("nan"))  # reading a slot that was never written shows
         self.runner = ModelRunner(model, self.slab)
         self.free_blocks = list(range(NUM_BLOCKS))
@@ -77,7 +81,7 @@ class Harness:
             sequence.num_computed = end
             if with_logits:
                 batch.sample_rows.append(len(batch.token_ids) - 1)
-        return self.runner.forward(batch)
+        return self.runner.forward(batch).cpu()
 
     def generate(self, prompt: list[int], num_tokens: int, chunk: int = 10_000) -> list[int]:
         sequence = Sequence(list(prompt))
@@ -97,9 +101,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory):
     return build
 
 
-@pytest.fixture(scope="module")
-def loaded(directory):
-    return cache(lambda family: load_model(directory(family), "float32", "cpu"))
+@pytest.fixture(scope="module", params=DEVICES)
+def loaded(request, directory):
+    return cache(lambda family: load_model(directory(family), "float32", request.param))
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +206,7 @@ def test_forward_without_sample_rows_still_writes_the_cache(loaded, oracle):
 def test_a_step_writes_only_the_slots_it_was_given(loaded):
     harness, sequence = Harness(loaded("llama")), Sequence(prompt_of(13))
     harness.step([(sequence, 13)])
-    written = ~harness.slab.isnan().any(dim=-1)  # [blocks, layers, 2, block_size, kv_heads]
+    written = ~harness.slab.cpu().isnan().any(dim=-1)  # [blocks, layers, 2, block_size, kv_heads]
     expected = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, dtype=torch.bool)
     expected[sequence.block_table[0]] = True
     expected[sequence.block_table[1], :5] = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,7 @@ def main(
         Path | None, typer.Option(help="Directory of the model; default: SmolLM2-135M.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of the engine: auto, float32, bfloat16.")] = "auto",
+    device: Annotated[str, typer.Option(help="Of the engine: cpu or cuda.")] = "cpu",
     threads: Annotated[int, typer.Option(min=1, help="Of the engine.")] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Of every figure, after a warm-up.")] = 7,
     out: Annotated[Path | None, typer.Option(help="JSON with all figures and the machine.")] = None,
@@ -34,11 +36,16 @@ def main(
     """Micro-benchmarks of the parts, each beside a bound measured on this machine."""
     if part not in (*NAMES, "all"):
         raise typer.BadParameter(f"{part!r}: not one of {', '.join(NAMES)}, all")
+    if device not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"device {device!r}: not one of cpu, cuda")
+    logging.basicConfig(format="%(message)s")
+    if device != "cpu":  # which attention runs, and whether there are decode graphs
+        logging.getLogger("tandem").setLevel(logging.INFO)
     console = Console()
     before = this_machine()
     figures: list[Figure] = []
     try:
-        options = MicroOptions(model or fetch_smollm2(), dtype, threads, repeats)
+        options = MicroOptions(model or fetch_smollm2(), dtype, threads, repeats, device)
         for name in NAMES if part == "all" else (part,):
             with console.status(f"measuring {name}"):
                 new = list(run_part(name, options))

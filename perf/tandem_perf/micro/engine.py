@@ -1,12 +1,14 @@
 """Prefill tokens/s and decode ms/step of the real model runner, beside the roofline of the model.
 
 Each measurement is what ``Engine.step`` does without its scheduler: build the batch, forward,
-sample. The blocks of every sequence lie scattered over the slab, as in a server that has run.
+sample (which waits for the device). The blocks of every sequence lie scattered over the slab, as in
+a server that has run.
 """
 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,7 @@ from transformers.utils import logging
 
 from tandem.engine.batch_builder import build_batch
 from tandem.engine.model import LoadedModel, load_model
-from tandem.engine.model_runner import ModelRunner
+from tandem.engine.model_runner import DecodeLimits, ModelRunner
 from tandem.engine.sampler import SampleRequest, sample
 from tandem.engine.sequence import Sequence
 from tandem.engine.slab import TORCH_DTYPES, empty_slab
@@ -32,7 +34,7 @@ from tandem_perf.micro.floors import (
     floor_of,
     prefill_steps,
 )
-from tandem_perf.micro.peaks import READ_BYTES, measure_peaks
+from tandem_perf.micro.peaks import GEMM_SIZE, READ_BYTES, measure_peaks
 from tandem_perf.micro.timing import Timing, time_repeats
 
 _GREEDY = SamplingParams(max_tokens=1 << 30)
@@ -48,25 +50,34 @@ class EngineSizes:
     chunk: int = 128
     block_size: int = 16
     read_bytes: int = READ_BYTES
+    gemm_size: int = GEMM_SIZE
 
     @property
     def num_blocks(self) -> int:
+        """One more than sequences need: decode graphs keep the last."""
         longest = max(*self.prompts, max(self.batches) * max(self.contexts))
-        return -(-longest // self.block_size) + max(self.batches)
+        return -(-longest // self.block_size) + max(self.batches) + 1
+
+
+_GPU_SIZES = EngineSizes(
+    batches=(1, 8, 32, 128), chunk=1024, block_size=256, read_bytes=2 << 30, gemm_size=8192
+)
 
 
 def run(options: MicroOptions) -> Iterator[Figure]:
-    return measure(options, EngineSizes())
+    return measure(options, EngineSizes() if options.device == "cpu" else _GPU_SIZES)
 
 
 def measure(options: MicroOptions, sizes: EngineSizes) -> Iterator[Figure]:
     torch.set_num_threads(options.threads)
     logging.disable_progress_bar()
-    model = load_model(options.model_dir, options.dtype, "cpu")
+    model = load_model(options.model_dir, options.dtype, options.device)
     shape = model_shape(options.model_dir, model)
-    peaks = measure_peaks(TORCH_DTYPES[model.dtype_name], options.repeats, sizes.read_bytes)
+    dtype = TORCH_DTYPES[model.dtype_name]
+    peaks = measure_peaks(dtype, options.repeats, sizes.read_bytes, sizes.gemm_size, options.device)
     bench = _EngineBench(model, sizes)
-    reason = _Reason(peaks, f"{model.dtype_name}, {options.threads} thread(s)")
+    place = f"{options.threads} thread(s)" if options.device == "cpu" else options.device
+    reason = _Reason(peaks, f"{model.dtype_name}, {place}")
     for prompt_len in sizes.prompts:
         for chunk in sorted({min(sizes.chunk, prompt_len), prompt_len}):
             floor = floor_of(prefill_steps(shape, prompt_len, chunk), peaks)
@@ -108,9 +119,14 @@ class _EngineBench:
         self._block_size = sizes.block_size
         self._vocab_size = model.limits.vocab_size
         slab = empty_slab(model.layout(sizes.block_size), sizes.num_blocks, model.device)
+        graph_limits = None
+        self._cpu_clock = time.thread_time
+        if model.device.type == "cuda":
+            graph_limits = DecodeLimits(max(sizes.batches), max(sizes.contexts))
+            self._cpu_clock = time.perf_counter  # the host's CPU time says nothing about a GPU
+        self._runner = ModelRunner(model, slab, graph_limits)
         slab.normal_()  # zero pages would be one page, and always in the cache
-        self._runner = ModelRunner(model, slab)
-        self._blocks = list(range(sizes.num_blocks))
+        self._blocks = list(range(sizes.num_blocks - 1))
         self._random = random.Random(0)
         self._random.shuffle(self._blocks)
 
@@ -122,7 +138,7 @@ class _EngineBench:
             while sequence.num_remaining:
                 self._step([sequence], min(chunk, sequence.num_remaining))
 
-        return time_repeats(whole_prompt, repeats)
+        return time_repeats(whole_prompt, repeats, cpu=self._cpu_clock)
 
     def decode(self, batch: int, context_len: int, repeats: int) -> Timing:
         sequences = self._sequences(batch, context_len)
@@ -132,7 +148,7 @@ class _EngineBench:
                 sequence.num_computed = context_len - 1
             self._step(sequences, 1)
 
-        return time_repeats(one_step, repeats)
+        return time_repeats(one_step, repeats, cpu=self._cpu_clock)
 
     def _step(self, sequences: list[Sequence], num_tokens: int) -> None:
         logits = self._runner.forward(

@@ -77,9 +77,12 @@ class MicroReport(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class MicroOptions:
-    """``threads``: of the engine and of what its bound is measured with."""
+    """``threads``: of the engine and of what its bound is measured with. ``device``: of the engine,
+    cpu or cuda; everything else is measured on the CPU.
+    """
 
     model_dir: Path
     dtype: str
     threads: int
     repeats: int
+    device: str = "cpu"

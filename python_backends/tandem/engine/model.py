@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.engine.attention import ATTENTION_NAME, AttentionOptions, PagedAttention
@@ -16,11 +15,12 @@ from tandem.engine.batch import Batch, SequenceSlice
 from tandem.engine.decoder import Decoder, has_lean_decoder
 from tandem.engine.forward_pass import Forward
 from tandem.engine.kernels.native import NativeOperations, native_operations
+from tandem.engine.layer_probe import LayerProbe, layer_types, probe_layers
 from tandem.engine.linear import replace_linears
 from tandem.engine.model_config import ModelLimits, model_limits, weight_files
 from tandem.engine.sequence_attention import SequenceAttention
 from tandem.engine.slab import TORCH_DTYPES, empty_slab
-from tandem.errors import ConfigError, EngineFault
+from tandem.errors import ConfigError
 from tandem.kv.layout import KVLayout
 from tandem.types import Quantization
 
@@ -72,7 +72,7 @@ def load_model(
     _refuse_unsuitable(config)
     dtype_name = resolve_dtype(dtype_name, device, getattr(config, "dtype", None))
     causal_lm = _load_weights(model_dir, config, dtype_name, device)
-    layers = _probe(causal_lm, config, device)
+    layers = probe_layers(causal_lm, config, device)
     native = native_operations(causal_lm.device, TORCH_DTYPES[dtype_name])
     forward = None
     if has_lean_decoder(config):
@@ -136,7 +136,7 @@ def _transformers_forward(causal_lm: Any) -> Forward:
 
 def _lean_forward(
     causal_lm: Any,
-    layers: list[_LayerProbe],
+    layers: list[LayerProbe],
     quantization: Quantization,
     native: NativeOperations | None,
 ) -> Forward | None:
@@ -160,7 +160,7 @@ def _lean_forward(
 
 @torch.inference_mode()
 def _first_logits(
-    forward: Forward, causal_lm: Any, shape: _LayerProbe, native: NativeOperations | None
+    forward: Forward, causal_lm: Any, shape: LayerProbe, native: NativeOperations | None
 ) -> torch.Tensor:
     """Float logits of a prompt that is longer than a block, then of one more token."""
     num_layers = causal_lm.config.num_hidden_layers
@@ -218,87 +218,8 @@ def _refuse_unsuitable(config: Any) -> None:
         config, "use_bidirectional_attention", False
     ):
         raise ConfigError(f"{config.model_type}: its attention is not causal")
-    kinds = set(_layer_types(config)) - {"full_attention", "sliding_attention"}
+    kinds = set(layer_types(config)) - {"full_attention", "sliding_attention"}
     if kinds:
         raise ConfigError(
             f"{config.model_type}: layers of type {', '.join(sorted(kinds))} are not supported"
         )
-
-
-def _layer_types(config: Any) -> list[str]:
-    return list(getattr(config.get_text_config(), "layer_types", None) or [])
-
-
-@dataclass(frozen=True)
-class _LayerProbe:
-    """What one layer asks of its attention."""
-
-    num_kv_heads: int
-    head_dim: int
-    options: AttentionOptions
-
-
-@dataclass
-class _Probe:
-    """An attention state that computes nothing and notes what each layer asks for."""
-
-    layer_types: list[str]
-    layers: dict[int, _LayerProbe] = field(default_factory=dict)
-
-    def __call__(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        **options: Any,
-    ) -> torch.Tensor:
-        layer = getattr(module, "layer_idx", None)
-        name = f"{type(module).__name__}, layer {layer}"
-        if layer is None:
-            raise ConfigError(f"{name}: an attention module without layer_idx")
-        if options.get("s_aux") is not None:
-            raise ConfigError(f"{name}: attention sinks are not supported")
-        if options.get("position_bias") is not None or attention_mask is not None:
-            raise ConfigError(f"{name}: position biases and masks of its own are not supported")
-        if not (getattr(module, "is_causal", True) and options.get("is_causal") is not False):
-            raise ConfigError(f"{name}: its attention is not causal")
-        if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
-            raise ConfigError(f"{name}: keys and values of different size are not supported")
-        is_sliding = self.layer_types[layer : layer + 1] == ["sliding_attention"]
-        if is_sliding and options.get("sliding_window") is None:
-            raise ConfigError(f"{name}: slides over a window that it does not name")
-        scaling = options.get("scaling")
-        self.layers[layer] = _LayerProbe(
-            key.shape[1],
-            key.shape[3],
-            AttentionOptions(
-                query.shape[-1] ** -0.5 if scaling is None else scaling,
-                options.get("sliding_window"),
-                options.get("softcap"),
-            ),
-        )
-        return torch.zeros_like(query).transpose(1, 2).contiguous()
-
-
-def _probe(causal_lm: nn.Module, config: Any, device: str) -> list[_LayerProbe]:
-    """What every layer asks of its attention, from one pass over three tokens.
-
-    Raises ConfigError if a layer needs more than ``PagedAttention`` does, or if they differ.
-    """
-    probe = _Probe(_layer_types(config))
-    tokens = torch.arange(3, device=device)[None]
-    try:
-        with torch.inference_mode():
-            causal_lm(input_ids=tokens, position_ids=tokens, use_cache=False, paged_attention=probe)
-    except EngineFault as error:
-        raise ConfigError(str(error)) from error
-    num_layers = config.get_text_config().num_hidden_layers
-    if sorted(probe.layers) != list(range(num_layers)):
-        raise ConfigError(
-            f"{type(causal_lm).__name__}: {len(probe.layers)} of {num_layers} layers use attention"
-        )
-    if len({(layer.num_kv_heads, layer.head_dim) for layer in probe.layers.values()}) != 1:
-        raise ConfigError(f"{type(causal_lm).__name__}: KV heads differ from layer to layer")
-    return [probe.layers[layer] for layer in range(num_layers)]

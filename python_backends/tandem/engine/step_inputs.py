@@ -47,7 +47,7 @@ class StaticInputs:
             tensor = self._tensors[name] = device_tensor(values, self._device, dtype)
         else:
             assert tensor.dtype == dtype and len(tensor) == len(values), name
-            tensor.copy_(device_tensor(values, self._device, dtype))
+            tensor.copy_(_host_tensor(values, self._device, dtype), non_blocking=True)
         return tensor
 
 
@@ -55,12 +55,16 @@ def device_tensor(
     values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
     """[len(values)], in one copy that the host does not wait for."""
-    return to_device(torch.tensor(values, dtype=dtype), device)
+    return _host_tensor(values, device, dtype).to(device, non_blocking=True)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of the host, in one copy that the host does not wait for."""
     if device.type == "cpu":
         return tensor
-    # Torch gives the pinned memory to nobody else before the copy is done.
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _host_tensor(values: Sequence[float], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Pinned for a GPU: torch gives that memory to nobody else before the copy from it is done."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type != "cpu")

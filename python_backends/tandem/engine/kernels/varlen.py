@@ -6,6 +6,7 @@ on, no softcap, and blocks of 256 tokens or a multiple. A layer's K and V may be
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -17,6 +18,9 @@ from tandem.engine.batch import SequenceSlice
 from tandem.engine.block_attention import GraphShape
 from tandem.engine.step_inputs import StepInputs
 from tandem.errors import EngineFault
+
+# It tells of every call, at level INFO.
+logging.getLogger("torch.nn.attention.varlen").setLevel(logging.WARNING)
 
 
 class VarlenKernel:
