@@ -19,6 +19,7 @@ from tandem.engine.step_inputs import FreshInputs, StaticInputs
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 8
+NUM_HEADS = 6  # of queries, to 2 of keys
 SLAB = torch.zeros(4, 3, 2, BLOCK_SIZE, 2, 16)
 OPTIONS = (AttentionOptions(0.25, None), AttentionOptions(0.3, 2 * BLOCK_SIZE))
 SOFTCAPPED = (*OPTIONS, AttentionOptions(0.25, 4, softcap=2.0))
@@ -29,8 +30,8 @@ def varlen_kernels(function=varlen):
 
 
 def test_one_call_a_layer_computes_what_each_sequence_alone_does():
-    assert kernel_error(varlen_kernels(), SLAB, OPTIONS) < 1e-5
-    assert kernel_error(FlashInferKernels(FLASHINFER, CPU), SLAB, SOFTCAPPED) < 1e-5
+    assert kernel_error(varlen_kernels(), SLAB, NUM_HEADS, OPTIONS) < 1e-5
+    assert kernel_error(FlashInferKernels(FLASHINFER, CPU), SLAB, NUM_HEADS, SOFTCAPPED) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,9 @@ def test_a_kernel_with_another_mask_is_not_used(wrong, caplog):
     def kernel(*args, window_size, **options):
         return varlen(*args, window_size=wrong(window_size), **options)
 
-    choice = choose_attention(SLAB, OPTIONS, None, {"wrong": lambda _: varlen_kernels(kernel)})
+    choice = choose_attention(
+        SLAB, NUM_HEADS, OPTIONS, None, {"wrong": lambda _: varlen_kernels(kernel)}
+    )
     assert isinstance(choice.attention, SequenceAttention) and choice.new_kernel is None
     assert "attention: not wrong: it is" in caplog.text
     assert "gathered for each sequence" in caplog.text
@@ -56,7 +59,9 @@ def test_a_kernel_that_reads_what_no_token_wrote_is_not_used(caplog):
     def kernel(*args, seqused_k, **options):
         return varlen(*args, seqused_k=seqused_k + 1, **options)
 
-    choice = choose_attention(SLAB, OPTIONS, None, {"greedy": lambda _: varlen_kernels(kernel)})
+    choice = choose_attention(
+        SLAB, NUM_HEADS, OPTIONS, None, {"greedy": lambda _: varlen_kernels(kernel)}
+    )
     assert choice.new_kernel is None
     assert "attention: not greedy: it is nan off" in caplog.text
 
@@ -73,7 +78,7 @@ def test_the_first_kernel_that_works_is_used(caplog):
         "never tried": lambda _: pytest.fail("a kernel was found already"),
     }
     with caplog.at_level("INFO"):
-        choice = choose_attention(SLAB, OPTIONS, None, kernels)
+        choice = choose_attention(SLAB, NUM_HEADS, OPTIONS, None, kernels)
     assert isinstance(choice.attention, BlockAttention) and choice.new_kernel is new_kernel
     assert "attention: not missing: ModuleNotFoundError" in caplog.text
     assert "attention: not broken: RuntimeError: no kernel image" in caplog.text
@@ -82,16 +87,16 @@ def test_the_first_kernel_that_works_is_used(caplog):
 
 def test_softcapped_layers_need_a_kernel_that_has_it(caplog):
     kernels = {"varlen": lambda _: varlen_kernels()}
-    assert choose_attention(SLAB, SOFTCAPPED, None, kernels).new_kernel is None
+    assert choose_attention(SLAB, NUM_HEADS, SOFTCAPPED, None, kernels).new_kernel is None
     assert "no softcap" in caplog.text
 
 
 def test_torchs_kernel_refuses_what_it_cannot_do_and_the_engine_goes_on(caplog):
     """The call itself, with its real signature: there is no such kernel for a CPU."""
     kernels = {"torch": KERNELS["torch varlen_attn"]}
-    assert choose_attention(SLAB, OPTIONS, None, kernels).new_kernel is None
+    assert choose_attention(SLAB, NUM_HEADS, OPTIONS, None, kernels).new_kernel is None
     assert "attention: not torch: NotImplementedError" in caplog.text
-    assert isinstance(choose_attention(SLAB, OPTIONS, None).attention, SequenceAttention)
+    assert isinstance(choose_attention(SLAB, NUM_HEADS, OPTIONS, None).attention, SequenceAttention)
 
 
 def test_tables_of_a_graph_are_as_wide_as_those_of_the_longest_sequence():

@@ -12,6 +12,7 @@ from tandem.engine.attention import AttentionOptions
 from tandem.engine.attention_choice import KERNELS, choose_attention
 from tandem.engine.batch import Batch, SequenceSlice
 from tandem.engine.block_attention import BlockAttention
+from tandem.engine.decode_graphs import CudaCapture
 from tandem.engine.model import load_model
 from tandem.engine.model_runner import DecodeLimits, ModelRunner
 from tandem.engine.sampler import SampleRequest, sample
@@ -57,7 +58,7 @@ def test_a_kernel_passes_the_check_of_the_start(name, dtype, num_kv_heads, head_
     if name == "FlashInfer":
         pytest.importorskip("flashinfer")
     slab = torch.zeros(1, 2, 2, BLOCK_SIZE, num_kv_heads, head_dim, dtype=dtype, device="cuda")
-    choice = choose_attention(slab, OPTIONS, None, {name: KERNELS[name]})
+    choice = choose_attention(slab, 3 * num_kv_heads, OPTIONS, None, {name: KERNELS[name]})
     assert isinstance(choice.attention, BlockAttention), caplog.text
 
 
@@ -81,6 +82,29 @@ def test_attention_of_a_sequence_does_not_depend_on_the_batch(name):
         rows = slice(row, row + 1)
         alone = attention.attend(1, query[rows], key[rows], value[rows], 0.125, None)
         assert torch.equal(alone, together[rows])
+
+
+def test_float32_and_small_blocks_run_without_the_kernels(tmp_path, caplog):
+    model = load_model(build_tiny("llama", tmp_path), "float32", "cuda")
+    ModelRunner(model, empty_slab(model.layout(16), 40, model.device), LIMITS)
+    assert "gathered for each sequence" in caplog.text
+
+
+def test_a_capture_that_fails_leaves_the_gpu_usable():
+    before = torch.cuda.current_stream()
+    values = torch.ones(4, device="cuda")
+
+    def waits():
+        return values * values.sum().item()  # not permitted while capturing
+
+    with pytest.raises(RuntimeError):
+        CudaCapture()(waits)
+    assert torch.cuda.current_stream() == before
+    assert (values + 1).tolist() == [2, 2, 2, 2]
+    captured = CudaCapture()(lambda: values * 3)
+    values.fill_(5)
+    captured.replay()
+    assert captured.logits.tolist() == [15, 15, 15, 15]
 
 
 def test_decode_graphs_are_captured_and_equal_the_eager_pass(model, caplog):
@@ -118,4 +142,5 @@ def test_a_step_waits_for_the_gpu_once(model):
                 sample(runner.forward(batch), requests[: len(batch.sample_rows)])
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert len(waits) == 1, [str(wait.message) for wait in waits]
+        messages = [str(wait.message) for wait in waits]
+        assert sum("synchronizing" in message for message in messages) == 1, messages

@@ -18,7 +18,6 @@ from tandem.engine.step_inputs import FreshInputs
 
 # Of the largest output. A key too many or too few is off by a multiple.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
-_GROUP = 2  # query heads to a KV head in the check
 _TABLES = ([4, 1, 3], [2])  # scattered blocks of the two sequences of the check
 _NUM_BLOCKS = 6
 
@@ -45,7 +44,7 @@ def _load_varlen(device: torch.device) -> BlockKernelFactory:
     return VarlenKernel
 
 
-KERNELS: Mapping[str, KernelLoader] = {  # the fastest first
+KERNELS: Mapping[str, KernelLoader] = {  # for 16-bit dtypes on a GPU, the fastest first
     "FlashInfer": _load_flashinfer,
     "torch varlen_attn": _load_varlen,
 }
@@ -53,20 +52,22 @@ KERNELS: Mapping[str, KernelLoader] = {  # the fastest first
 
 def choose_attention(
     slab: torch.Tensor,
+    num_heads: int,
     options: Sequence[AttentionOptions],
     native: NativeOperations | None,
     kernels: Mapping[str, KernelLoader] | None = None,
 ) -> AttentionChoice:
-    """``options``: what the layers of the model ask for. ``kernels``: to try; by default those
-    that the device of the slab may have. One that raises, or differs from torch's attention on
-    gathered keys, is passed over with a line in the log.
+    """``num_heads`` of queries; ``options``: what the layers of the model ask for. ``kernels``: to
+    try; by default those that the device of the slab may have. One that raises, or differs from
+    torch's attention on gathered keys, is passed over with a line in the log.
     """
+    on_gpu = slab.device.type == "cuda"
     if kernels is None:
-        kernels = KERNELS if slab.device.type == "cuda" else {}
+        kernels = KERNELS if on_gpu and slab.dtype != torch.float32 else {}
     for name, load in kernels.items():
         try:
             new_kernel = load(slab.device)
-            error = kernel_error(new_kernel, slab, options)
+            error = kernel_error(new_kernel, slab, num_heads, options)
         except Exception as reason:  # optional code that was never here: whatever it raises
             _log.warning("attention: not %s: %s: %s", name, type(reason).__name__, reason)
             continue
@@ -77,14 +78,17 @@ def choose_attention(
         return AttentionChoice(
             BlockAttention(slab, FreshInputs(slab.device), new_kernel), new_kernel
         )
-    if kernels:
+    if on_gpu or kernels:
         _log.warning("attention: gathered for each sequence by itself, which is slow")
     return AttentionChoice(SequenceAttention(slab, native), None)
 
 
 @torch.inference_mode()
 def kernel_error(
-    new_kernel: BlockKernelFactory, slab: torch.Tensor, options: Sequence[AttentionOptions]
+    new_kernel: BlockKernelFactory,
+    slab: torch.Tensor,
+    num_heads: int,
+    options: Sequence[AttentionOptions],
 ) -> float:
     """Largest difference to ``SequenceAttention``, of its largest output: prompts, chunks and
     decoding, for every kind of layer. The slab itself is not touched; what no token wrote is NaN,
@@ -113,7 +117,7 @@ def kernel_error(
                         device=slab.device,
                         dtype=slab.dtype,
                     )
-                    for heads in (_GROUP * num_kv_heads, num_kv_heads, num_kv_heads)
+                    for heads in (num_heads, num_kv_heads, num_kv_heads)
                 )
                 actual, expected = (
                     attention.attend(layer, query, key, value, scaling, window, softcap).float()

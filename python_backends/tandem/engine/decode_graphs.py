@@ -111,11 +111,16 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> Captured:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run()  # warm-up: what happens in a first call only must not be in the graph
-        torch.cuda.current_stream().wait_stream(stream)
+        current = torch.cuda.current_stream()
+        with torch.cuda.stream(current):  # a capture that fails leaves its own stream behind
+            return self._capture(run, current)
+
+    def _capture(self, run: Callable[[], torch.Tensor], current: torch.cuda.Stream) -> Captured:
+        warm_up = torch.cuda.Stream()
+        warm_up.wait_stream(current)
+        with torch.cuda.stream(warm_up):
+            run()  # what happens in a first call only must not be in the graph
+        current.wait_stream(warm_up)
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the GPU meanwhile, for a pull.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):

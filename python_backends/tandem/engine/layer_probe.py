@@ -16,6 +16,7 @@ from tandem.errors import ConfigError, EngineFault
 class LayerProbe:
     """What one layer asks of its attention."""
 
+    num_heads: int  # of queries
     num_kv_heads: int
     head_dim: int
     options: AttentionOptions
@@ -80,6 +81,7 @@ class _Probe:
             raise ConfigError(f"{name}: slides over a window that it does not name")
         scaling = options.get("scaling")
         self.layers[layer] = LayerProbe(
+            query.shape[1],
             key.shape[1],
             key.shape[3],
             AttentionOptions(

@@ -41,6 +41,7 @@ class LoadedModel:
     device: torch.device
     dtype_name: str
     num_layers: int
+    num_heads: int  # of queries
     num_kv_heads: int
     head_dim: int
     attention_options: tuple[AttentionOptions, ...]  # of each layer
@@ -88,6 +89,7 @@ def load_model(
         device=causal_lm.device,
         dtype_name=dtype_name,
         num_layers=len(layers),
+        num_heads=layers[0].num_heads,
         num_kv_heads=layers[0].num_kv_heads,
         head_dim=layers[0].head_dim,
         attention_options=tuple(layer.options for layer in layers),

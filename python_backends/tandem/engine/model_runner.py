@@ -37,7 +37,7 @@ class ModelRunner:
     ) -> None:
         assert slab.device == model.device
         self._model = model
-        choice = choose_attention(slab, model.attention_options, model.native)
+        choice = choose_attention(slab, model.num_heads, model.attention_options, model.native)
         self._eager = ForwardPass(model.forward, choice.attention, FreshInputs(slab.device))
         self._graphs: DecodeGraphs | None = None
         if graph_limits is not None and choice.new_kernel is not None:
