@@ -70,7 +70,7 @@ class FakeModel:
 
 
 class FakeRunner:
-    def __init__(self, model: FakeModel, slab: torch.Tensor) -> None:
+    def __init__(self, model: FakeModel, slab: torch.Tensor, graph_limits: None) -> None:
         flat = slab.reshape(len(slab), -1).numpy().view(np.int64)
         self._kv = flat[:, :BLOCK_SIZE]  # [num_blocks, block_size]
 
