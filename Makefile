@@ -33,7 +33,7 @@ $(STAMP):
 run: setup
 	@$(BIN)/tandem run
 
-BENCH ?= --workload mixed-60-40 --time-budget 300
+BENCH ?= --workload mixed-60-40 --slo ttft=2,tpot=150ms --time-budget 300
 bench: setup
 	@$(BIN)/tandem bench compare $(BENCH) --out build/bench/$$(date +%Y%m%d-%H%M%S)
 

@@ -16,21 +16,22 @@ from tandem.engine.build import build_engine, export_memory
 from tandem.engine.model import load_model
 from tandem.transport.in_process import InProcessTransport
 from tandem.types import Quantization, Role, SamplingParams
-from tandem_perf.engine_cases import cases
+from tandem_perf.engine_cases import Kind, cases
 from tandem_perf.engine_timing import time_cases
 
-_MAX_BATCHED_TOKENS = 2048  # vLLM's default
+# Tokens of a step, by what is timed: of a decode engine; vLLM's default where prompts count.
+_MAX_BATCHED_TOKENS = {Kind.DECODE: 128, Kind.PREFILL: 2048, Kind.GENERATE: 2048}
 
 
 class LocalEngine:
     """An engine that prefills and decodes; what it sends is only counted."""
 
-    def __init__(self, model_dir: str, quantization: Quantization) -> None:
-        model = load_model(model_dir, "auto", "cpu", quantization)
+    def __init__(self, model_dir: str, quantization: Quantization, max_tokens: int) -> None:
+        model = load_model(model_dir, "auto", "cpu", quantization, max_tokens)
         settings = EngineSettings(
             role=Role.DECODE,
             kv_cache_mb=1024,
-            max_num_batched_tokens=_MAX_BATCHED_TOKENS,
+            max_num_batched_tokens=max_tokens,
             max_itl_ms=0,
         )
         self._num_tokens = 0
@@ -83,8 +84,14 @@ def main() -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments["threads"]])
     torch.set_num_threads(arguments["threads"])
     logging.disable_progress_bar()
-    engine = LocalEngine(arguments["model"], Quantization(arguments["quantization"]))
-    print(json.dumps(time_cases(engine, cases(), arguments["repeats"])))
+    figures: dict[str, float] = {}
+    for max_tokens in sorted(set(_MAX_BATCHED_TOKENS.values())):
+        engine = LocalEngine(
+            arguments["model"], Quantization(arguments["quantization"]), max_tokens
+        )
+        now = [case for case in cases() if _MAX_BATCHED_TOKENS[case.kind] == max_tokens]
+        figures |= time_cases(engine, now, arguments["repeats"])
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

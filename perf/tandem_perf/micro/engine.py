@@ -75,7 +75,8 @@ def measure(options: MicroOptions, sizes: EngineSizes) -> Iterator[Figure]:
     shape = model_shape(options.model_dir, model)
     dtype = TORCH_DTYPES[model.dtype_name]
     peaks = measure_peaks(dtype, options.repeats, sizes.read_bytes, sizes.gemm_size, options.device)
-    bench = _EngineBench(model, sizes)
+    few_rows = load_model(options.model_dir, options.dtype, options.device, max_rows=sizes.chunk)
+    bench, decode_bench = _EngineBench(model, sizes), _EngineBench(few_rows, sizes)
     place = f"{options.threads} thread(s)" if options.device == "cpu" else options.device
     reason = _Reason(peaks, f"{model.dtype_name}, {place}")
     for prompt_len in sizes.prompts:
@@ -88,7 +89,7 @@ def measure(options: MicroOptions, sizes: EngineSizes) -> Iterator[Figure]:
     for batch in sizes.batches:
         for context_len in sizes.contexts:
             floor = floor_of([decode_step(shape, batch, context_len)], peaks)
-            timing = bench.decode(batch, context_len, options.repeats)
+            timing = decode_bench.decode(batch, context_len, options.repeats)
             what = f"decode batch {batch}, context {context_len}"
             bound = Bound(value=floor.seconds * 1e3, reason=reason.of(floor))
             yield time_figure("engine", what, "ms/step", timing, 1e3, bound)

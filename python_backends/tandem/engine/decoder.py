@@ -8,7 +8,7 @@ transformers' own forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,10 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tandem.engine.attention import AttentionOptions, PagedAttention
-from tandem.engine.kernels.native import NativeOperations
 from tandem.engine.kernels.operations import TorchOperations
-from tandem.engine.linear import fuse_linears
-from tandem.types import Quantization
+from tandem.engine.linear import LinearPlan
 
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
@@ -56,15 +54,10 @@ class Decoder:
         self,
         causal_lm: Any,
         options: Sequence[AttentionOptions],
-        quantization: Quantization,
-        native: NativeOperations | None,
+        plan: LinearPlan,
     ) -> None:
         model, config = causal_lm.model, causal_lm.config
-        self._operations = native or TorchOperations()
-
-        def fuse(*linears: nn.Linear) -> nn.Module:
-            return fuse_linears(linears, quantization, native)
-
+        self._operations = plan.native or TorchOperations()
         self._embedding = model.embed_tokens.weight.detach()
         self._rotary = model.rotary_emb
         self._head_dim = model.layers[0].self_attn.head_dim
@@ -72,10 +65,10 @@ class Decoder:
         self._num_kv_heads = config.num_key_value_heads
         self._layers = []
         for index, layer in enumerate(model.layers):
-            self._layers.append(_take_apart(layer, options[index], fuse))
+            self._layers.append(_take_apart(layer, options[index], plan))
             layer.self_attn = layer.mlp = None
         self._norm = _norm(model.norm)
-        self._head = fuse(causal_lm.lm_head)
+        self._head = plan.fuse(causal_lm.lm_head)
 
     def forward(
         self,
@@ -123,18 +116,18 @@ class Decoder:
         return query, key, value
 
 
-def _take_apart(layer: Any, attention: AttentionOptions, fuse: Callable[..., nn.Module]) -> _Layer:
+def _take_apart(layer: Any, attention: AttentionOptions, plan: LinearPlan) -> _Layer:
     self_attn, mlp = layer.self_attn, layer.mlp
     has_norms = getattr(self_attn, "q_norm", None) is not None
     return _Layer(
         input_norm=_norm(layer.input_layernorm),
-        qkv=fuse(self_attn.q_proj, self_attn.k_proj, self_attn.v_proj),
+        qkv=plan.fuse(self_attn.q_proj, self_attn.k_proj, self_attn.v_proj),
         query_norm=_norm(self_attn.q_norm) if has_norms else None,
         key_norm=_norm(self_attn.k_norm) if has_norms else None,
-        output=fuse(self_attn.o_proj),
+        output=plan.fuse(self_attn.o_proj),
         mlp_norm=_norm(layer.post_attention_layernorm),
-        gate_up=fuse(mlp.gate_proj, mlp.up_proj),
-        down=fuse(mlp.down_proj),
+        gate_up=plan.fuse(mlp.gate_proj, mlp.up_proj),
+        down=plan.fuse(mlp.down_proj),
         attention=attention,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -11,42 +11,51 @@ from torch import nn
 from tandem.engine.kernels.native import NativeOperations
 from tandem.types import Quantization
 
+_MANY_ROWS = 200  # from here on oneDNN is faster than a stream of tiles
 _ROWS_HINT = 8  # the layout chosen for a small decode batch serves all sizes well
 
 
-def fuse_linears(
-    linears: Sequence[nn.Linear], quantization: Quantization, native: NativeOperations | None
-) -> nn.Module:
-    """One layer whose outputs are those of ``linears`` side by side; they read the same rows."""
-    weight = torch.cat([linear.weight.detach() for linear in linears])
-    biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-    assert len(biases) in (0, len(linears))
-    bias = torch.cat(biases) if biases else None
-    if quantization is Quantization.INT8:
-        quantized, scales = quantize_int8(weight)
-        if native is not None and native.takes_int8(weight):
-            return Int8Linear(quantized, scales, bias, native)
-        weight = (quantized * scales[:, None]).to(weight.dtype)
-    if _is_packable(weight):
-        return PackedLinear(weight, bias)
-    plain = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
-    plain.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        plain.bias = nn.Parameter(bias, requires_grad=False)
-    return plain
+@dataclass(frozen=True)
+class LinearPlan:
+    """How the weights of one engine are kept. ``max_rows``: of the largest step it will run."""
 
+    quantization: Quantization = Quantization.NONE
+    max_rows: int = _MANY_ROWS
+    native: NativeOperations | None = None
 
-def replace_linears(
-    model: nn.Module, quantization: Quantization, native: NativeOperations | None
-) -> int:
-    """Replace every ``nn.Linear`` of a model in place; returns how many."""
-    num_replaced = 0
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear:
-                setattr(module, name, fuse_linears([child], quantization, native))
-                num_replaced += 1
-    return num_replaced
+    def fuse(self, *linears: nn.Linear) -> nn.Module:
+        """One layer whose outputs are those of ``linears`` side by side; all read the same rows."""
+        weight = torch.cat([linear.weight.detach() for linear in linears])
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        assert len(biases) in (0, len(linears))
+        bias = torch.cat(biases) if biases else None
+        native = self.native
+        if native is not None and not native.has_tiles_for(weight):
+            native = None
+        if self.quantization is Quantization.INT8:
+            quantized, scales = quantize_int8(weight)
+            if native is not None:
+                return TileLinear(quantized, scales, bias, native)
+            weight = (quantized * scales[:, None]).to(weight.dtype)
+        elif native is not None and self.max_rows < _MANY_ROWS:
+            return TileLinear(weight, None, bias, native)
+        if _is_packable(weight):
+            return PackedLinear(weight, bias)
+        plain = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+        plain.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            plain.bias = nn.Parameter(bias, requires_grad=False)
+        return plain
+
+    def replace_all(self, model: nn.Module) -> int:
+        """Replaces every ``nn.Linear`` of a model in place; returns how many."""
+        num_replaced = 0
+        for module in list(model.modules()):
+            for name, child in list(module.named_children()):
+                if type(child) is nn.Linear:
+                    setattr(module, name, self.fuse(child))
+                    num_replaced += 1
+        return num_replaced
 
 
 def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,26 +90,30 @@ class PackedLinear(nn.Module):
         return output
 
 
-class Int8Linear(nn.Module):
-    """Weights in int8, inputs and outputs in bfloat16; sums in float."""
+class TileLinear(nn.Module):
+    """Inputs and outputs in bfloat16, sums in float; weights in bfloat16 or int8 with scales.
+
+    The weights stream through the tiles as fast as memory gives them: a fifth faster than oneDNN
+    for up to 32 rows, as fast for 128, slower beyond.
+    """
 
     def __init__(
         self,
-        quantized: torch.Tensor,  # [outputs, inputs] int8
-        scales: torch.Tensor,  # [outputs] float
+        weight: torch.Tensor,  # [outputs, inputs] bfloat16 or int8
+        scales: torch.Tensor | None,  # [outputs] float
         bias: torch.Tensor | None,
         native: NativeOperations,
     ) -> None:
         super().__init__()
-        self.out_features, self.in_features = quantized.shape
-        self._weight = native.pack_int8(quantized)
+        self.out_features, self.in_features = weight.shape
+        self._weight = native.pack_tiles(weight)
         self._scales = scales
         self._bias = None if bias is None else bias.float()
         self._native = native
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         output = rows.new_empty(*rows.shape[:-1], self.out_features)
-        self._native.linear_int8(output, rows.contiguous(), self._weight, self._scales, self._bias)
+        self._native.linear(output, rows.contiguous(), self._weight, self._scales, self._bias)
         return output
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from tandem.engine.decoder import Decoder, has_lean_decoder
 from tandem.engine.forward_pass import Forward
 from tandem.engine.kernels.native import NativeOperations, native_operations
 from tandem.engine.layer_probe import LayerProbe, layer_types, probe_layers
-from tandem.engine.linear import replace_linears
+from tandem.engine.linear import LinearPlan
 from tandem.engine.model_config import ModelLimits, model_limits, weight_files
 from tandem.engine.sequence_attention import SequenceAttention
 from tandem.engine.slab import TORCH_DTYPES, empty_slab
@@ -58,11 +58,13 @@ def load_model(
     dtype_name: str,
     device: str,
     quantization: Quantization = Quantization.NONE,
+    max_rows: int | None = None,
 ) -> LoadedModel:
     """Weights from the safetensors of ``model_dir``, for inference only; never downloads.
 
     ``dtype_name`` "auto": on a GPU the checkpoint's, on CPU bfloat16 if it has the instructions,
-    else float32. Raises ConfigError if the model cannot run on paged attention, with the reason.
+    else float32. ``max_rows``: tokens of the largest step, None if not known; it decides how
+    weights are laid out. Raises ConfigError if the model cannot run on paged attention.
     """
     limits = model_limits(model_dir)
     weight_files(model_dir)
@@ -75,13 +77,16 @@ def load_model(
     causal_lm = _load_weights(model_dir, config, dtype_name, device)
     layers = probe_layers(causal_lm, config, device)
     native = native_operations(causal_lm.device, TORCH_DTYPES[dtype_name])
+    plan = LinearPlan(quantization, native=native)
+    if max_rows is not None:
+        plan = replace(plan, max_rows=max_rows)
     forward = None
     if has_lean_decoder(config):
-        forward = _lean_forward(causal_lm, layers, quantization, native)
+        forward = _lean_forward(causal_lm, layers, plan)
         if forward is None:  # the weights were taken apart
             causal_lm = _load_weights(model_dir, config, dtype_name, device)
     if forward is None:
-        replace_linears(causal_lm, quantization, native)
+        plan.replace_all(causal_lm)
         forward = _transformers_forward(causal_lm)
     return LoadedModel(
         forward=forward,
@@ -136,19 +141,14 @@ def _transformers_forward(causal_lm: Any) -> Forward:
     return forward
 
 
-def _lean_forward(
-    causal_lm: Any,
-    layers: list[LayerProbe],
-    quantization: Quantization,
-    native: NativeOperations | None,
-) -> Forward | None:
+def _lean_forward(causal_lm: Any, layers: list[LayerProbe], plan: LinearPlan) -> Forward | None:
     """The lean decoder, if it computes what transformers does; the weights are its own then."""
     expected = _first_logits(_transformers_forward(causal_lm), causal_lm, layers[0], None)
     options = [layer.options for layer in layers]
-    decoder = Decoder(causal_lm, options, quantization, native)
-    logits = _first_logits(decoder.forward, causal_lm, layers[0], native)
+    decoder = Decoder(causal_lm, options, plan)
+    logits = _first_logits(decoder.forward, causal_lm, layers[0], plan.native)
     difference = ((logits - expected).abs().max() / expected.abs().max()).item()
-    is_exact = quantization is Quantization.NONE
+    is_exact = plan.quantization is Quantization.NONE
     if difference > (LOGIT_TOLERANCE[causal_lm.dtype] if is_exact else _QUANTIZED_TOLERANCE):
         _log.warning(
             "%s: the lean decoder is %.1g off, transformers' modules run instead",
@@ -156,7 +156,7 @@ def _lean_forward(
             difference,
         )
         return None
-    _log.info("lean decoder, %s kernels", "native" if native else "torch")
+    _log.info("lean decoder, %s kernels", "native" if plan.native else "torch")
     return decoder.forward
 
 

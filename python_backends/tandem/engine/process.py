@@ -59,7 +59,13 @@ def _serve(config: EngineConfig, started_s: float) -> None:
 
     _use_device(config.device)
     _log.info("loading %s", deployment.model)
-    model = load_model(deployment.model, settings.dtype, config.device, settings.quantization)
+    model = load_model(
+        deployment.model,
+        settings.dtype,
+        config.device,
+        settings.quantization,
+        settings.max_num_batched_tokens,
+    )
     options = TransportOptions(config.device, deployment.kv_host, settings.nixl_backend)
     transport = create_transport(settings.transport, options)
     memory = export_memory(settings, model, transport)

@@ -601,12 +601,13 @@ inline void attention(bf16* out, const bf16* query, const Cache<bf16>& cache, co
     }
 }
 
-// out [rows, num_outputs] = x [rows, num_inputs] * W^T * scales (+ bias), W in int8.
+// out [rows, num_outputs] = x [rows, num_inputs] * W^T * scales (+ bias), in bfloat16, W in int8 or
+// bfloat16 (which has no scales). scales and bias may be null.
 //
 // weights [num_outputs / 16, num_inputs / 32, 16 pairs of inputs, 16 outputs, 2]: a tile of B each.
-// Two strips of 16 outputs become bfloat16 in the cache, where int8 is exact, and up to 32 rows at a
-// time are multiplied with them; a single such block of rows tile by tile, so that they stay in the
-// first-level cache. So the memory is read at a byte a weight.
+// Up to 32 rows at a time are multiplied with two strips of 16 outputs. int8 becomes bfloat16, where
+// it is exact, in the cache: all of both strips, or, if there is only one block of rows, tile by tile.
+// So every weight is read from memory once, at its own size.
 inline void expand(uint32_t* to, const int8_t* weights, int64_t count) {
     for (int64_t i = 0; i < count; i += 32) {
         auto load = [&](int64_t at) {
@@ -620,7 +621,7 @@ inline void expand(uint32_t* to, const int8_t* weights, int64_t count) {
 
 inline void store_outputs(bf16* out, const float* sums, const float* scales, const float* bias,
                           int64_t num_rows, int64_t num_outputs) {
-    const __m512 scale = _mm512_loadu_ps(scales);
+    const __m512 scale = scales ? _mm512_loadu_ps(scales) : _mm512_set1_ps(1.0f);
     const __m512 shift = bias ? _mm512_loadu_ps(bias) : _mm512_setzero_ps();
     for (int64_t row = 0; row < num_rows; row++) {
         const __m512 sum = _mm512_fmadd_ps(_mm512_load_ps(sums + row * kTile), scale, shift);
@@ -629,12 +630,48 @@ inline void store_outputs(bf16* out, const float* sums, const float* scales, con
     }
 }
 
-inline void linear_int8(bf16* out, const bf16* x, const int8_t* weights, const float* scales,
-                        const float* bias, int64_t rows, int64_t num_inputs, int64_t num_outputs) {
+// The strips that a thread multiplies with, as bfloat16 tiles.
+template <class W>
+struct Strips;
+
+template <>
+struct Strips<bf16> {
+    const bf16* at[2];
+    Strips(char*, const bf16* weights, int64_t size, bool has_two, bool)
+        : at{weights, weights + (has_two ? size : 0)} {}
+    const void* tile(int i, int64_t k) const { return at[i] + k * 2 * kTile * kTile; }
+};
+
+template <>
+struct Strips<int8_t> {
+    static constexpr int64_t kWeights = 2 * kTile * kTile;  // of a tile
+    const int8_t* at[2];
+    uint32_t* expanded[2];
+    bool is_one_block;
+
+    Strips(char* memory, const int8_t* weights, int64_t size, bool has_two, bool is_one_block)
+        : at{weights, weights + (has_two ? size : 0)},
+          expanded{reinterpret_cast<uint32_t*>(memory),
+                   reinterpret_cast<uint32_t*>(memory) + size / 2},
+          is_one_block(is_one_block) {
+        if (is_one_block) return;
+        expand(expanded[0], at[0], size);
+        expand(expanded[1], at[1], size);
+    }
+    const void* tile(int i, int64_t k) const {
+        if (!is_one_block) return expanded[i] + k * kWeights / 2;
+        uint32_t* const to = expanded[i] + k % 4 * kWeights / 2;
+        expand(to, at[i] + k * kWeights, kWeights);
+        return to;
+    }
+};
+
+template <class W>
+void linear(bf16* out, const bf16* x, const W* weights, const float* scales, const float* bias,
+            int64_t rows, int64_t num_inputs, int64_t num_outputs) {
     const int64_t num_steps = num_inputs / 32, num_strips = num_outputs / kTile;
-    const int64_t padded_rows = (rows + kTile - 1) / kTile * kTile;
+    const int64_t padded_rows = (rows + kTile - 1) / kTile * kTile, size = num_inputs * kTile;
     const bool is_one_block = padded_rows <= 2 * kTile;
-    constexpr int64_t kTileWeights = 2 * kTile * kTile;
     std::vector<bf16> padded;
     if (padded_rows != rows) {
         padded.resize(padded_rows * num_inputs);
@@ -645,22 +682,15 @@ inline void linear_int8(bf16* out, const bf16* x, const int8_t* weights, const f
     {
         static const TileConfig config;
         thread_local std::vector<char> memory;
-        memory.resize(2 * num_inputs * kTile * 2 + 4 * kTile * 64 + 64);
+        memory.resize(4 * kTile * 64 + 2 * size * sizeof(bf16) + 64);
         char* at = memory.data() + (-reinterpret_cast<uintptr_t>(memory.data()) & 63);
         auto* sums = reinterpret_cast<float*>(at);
-        uint32_t* strips[2];
-        strips[0] = reinterpret_cast<uint32_t*>(at + 4 * kTile * 64);
-        strips[1] = strips[0] + num_inputs / 2 * kTile;
         _tile_loadconfig(&config);
 #pragma omp for schedule(static)
         for (int64_t strip = 0; strip < num_strips; strip += 2) {
             const bool has_two = strip + 1 < num_strips;
-            const int8_t* at = weights + strip * num_inputs * kTile;
-            const int64_t next = has_two ? num_inputs * kTile : 0;
-            if (!is_one_block) {
-                expand(strips[0], at, num_inputs * kTile);
-                expand(strips[1], at + next, num_inputs * kTile);
-            }
+            const Strips<W> strips(at + 4 * kTile * 64, weights + strip * size, size, has_two,
+                                   is_one_block);
             for (int64_t row = 0; row < padded_rows; row += 2 * kTile) {
                 const bool has_more = row + kTile < padded_rows;
                 const bf16* upper = x + row * num_inputs;
@@ -670,15 +700,10 @@ inline void linear_int8(bf16* out, const bf16* x, const int8_t* weights, const f
                 _tile_zero(2);
                 _tile_zero(3);
                 for (int64_t k = 0; k < num_steps; k++) {
-                    const int64_t tile = (is_one_block ? k % 4 : k) * kTile * kTile;
-                    if (is_one_block) {
-                        expand(strips[0] + tile, at + k * kTileWeights, kTileWeights);
-                        expand(strips[1] + tile, at + next + k * kTileWeights, kTileWeights);
-                    }
                     _tile_loadd(4, upper + k * 32, num_inputs * 2);
-                    _tile_loadd(6, strips[0] + tile, 64);
+                    _tile_loadd(6, strips.tile(0, k), 64);
                     _tile_dpbf16ps(0, 4, 6);
-                    _tile_loadd(7, strips[1] + tile, 64);
+                    _tile_loadd(7, strips.tile(1, k), 64);
                     _tile_dpbf16ps(1, 4, 7);
                     if (has_more) {
                         _tile_loadd(5, lower + k * 32, num_inputs * 2);
@@ -694,8 +719,9 @@ inline void linear_int8(bf16* out, const bf16* x, const int8_t* weights, const f
                     const int64_t first = row + i / 2 * kTile, column = (strip + i % 2) * kTile;
                     if (i % 2 && !has_two) continue;
                     store_outputs(out + first * num_outputs + column, sums + i * kTile * kTile,
-                                  scales + column, bias ? bias + column : nullptr,
-                                  std::min(kTile, rows - first), num_outputs);
+                                  scales ? scales + column : nullptr,
+                                  bias ? bias + column : nullptr, std::min(kTile, rows - first),
+                                  num_outputs);
                 }
             }
         }
@@ -742,11 +768,16 @@ extern "C" void attention_amx(bf16* out, const bf16* query, const Cache<bf16>* c
                               const Step* step) {
     amx::attention(out, query, *cache, *step);
 }
-// num_inputs a multiple of 32, num_outputs one of 16; bias may be null.
+// num_inputs a multiple of 32, num_outputs one of 16.
 extern "C" void linear_int8_amx(bf16* out, const bf16* x, const int8_t* weights,
                                 const float* scales, const float* bias, int64_t rows,
                                 int64_t num_inputs, int64_t num_outputs) {
-    amx::linear_int8(out, x, weights, scales, bias, rows, num_inputs, num_outputs);
+    amx::linear(out, x, weights, scales, bias, rows, num_inputs, num_outputs);
+}
+extern "C" void linear_bf16_amx(bf16* out, const bf16* x, const bf16* weights,
+                                const float* scales, const float* bias, int64_t rows,
+                                int64_t num_inputs, int64_t num_outputs) {
+    amx::linear(out, x, weights, scales, bias, rows, num_inputs, num_outputs);
 }
 #else
 extern "C" bool enable_amx() { return false; }

@@ -80,14 +80,17 @@ class NativeOperations:
         self.store_kv = functions["store_kv"]
         self.attention = functions["attention"]
         self.attention_amx: Any = None
-        self._linear_int8: Any = None
+        self._linears: dict[torch.dtype, Any] = {}  # by the dtype of the weights
         library.enable_amx.restype = ctypes.c_bool
         if dtype == torch.bfloat16 and library.enable_amx():
             self.attention_amx = library.attention_amx
             self.attention_amx.argtypes, self.attention_amx.restype = [_POINTER] * 4, None
-            self._linear_int8 = library.linear_int8_amx
-            self._linear_int8.argtypes = [_POINTER] * 5 + [_INT] * 3
-            self._linear_int8.restype = None
+            self._linears = {
+                torch.int8: library.linear_int8_amx,
+                torch.bfloat16: library.linear_bf16_amx,
+            }
+            for linear in self._linears.values():
+                linear.argtypes, linear.restype = [_POINTER] * 5 + [_INT] * 3, None
 
     def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         size = rows.shape[-1]
@@ -135,33 +138,33 @@ class NativeOperations:
         self._silu_mul(output.data_ptr(), gate_up.data_ptr(), num_tokens, width // 2)
         return output
 
-    def takes_int8(self, weight: torch.Tensor) -> bool:
-        """``linear_int8`` can compute with a weight of this shape [outputs, inputs]."""
+    def has_tiles_for(self, weight: torch.Tensor) -> bool:
+        """``linear`` can compute with a weight of this shape [outputs, inputs]."""
         num_outputs, num_inputs = weight.shape
         is_tiled = num_outputs % _AMX_TILE == 0 and num_inputs % (2 * _AMX_TILE) == 0
-        return self._linear_int8 is not None and is_tiled
+        return bool(self._linears) and is_tiled
 
     @staticmethod
-    def pack_int8(weight: torch.Tensor) -> torch.Tensor:
-        """int8 [outputs, inputs] in the order of the tiles that multiply it."""
+    def pack_tiles(weight: torch.Tensor) -> torch.Tensor:
+        """[outputs, inputs], int8 or bfloat16, in the order of the tiles that multiply it."""
         num_outputs, num_inputs = weight.shape
         tile = _AMX_TILE
         tiles = weight.view(num_outputs // tile, tile, num_inputs // (2 * tile), tile, 2)
         return tiles.permute(0, 2, 3, 1, 4).contiguous()
 
-    def linear_int8(
+    def linear(
         self,
-        output: torch.Tensor,  # [..., outputs]
-        rows: torch.Tensor,  # [..., inputs], contiguous
-        packed: torch.Tensor,  # of ``pack_int8``
-        scales: torch.Tensor,  # [outputs] float
+        output: torch.Tensor,  # [..., outputs] bfloat16
+        rows: torch.Tensor,  # [..., inputs] bfloat16, contiguous
+        packed: torch.Tensor,  # of ``pack_tiles``
+        scales: torch.Tensor | None,  # [outputs] float
         bias: torch.Tensor | None,  # [outputs] float
     ) -> None:
-        self._linear_int8(
+        self._linears[packed.dtype](
             output.data_ptr(),
             rows.data_ptr(),
             packed.data_ptr(),
-            scales.data_ptr(),
+            None if scales is None else scales.data_ptr(),
             None if bias is None else bias.data_ptr(),
             rows.numel() // rows.shape[-1],
             rows.shape[-1],
