@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import grpc
 import pytest
+from tritonclient.grpc import service_pb2_grpc
 
-from running_server import held_blocks, wait_until
+from running_server import held_blocks, metric, wait_until
 from tandem_cli.server import TandemServer
-from triton_calls import PROTOCOLS, ask
+from triton_calls import PROTOCOLS, ask, infer_request, tensors_of
 
 MESSAGES = json.dumps([{"role": "user", "content": "hello the world"}])
 REQUESTS: dict[str, dict[str, Any]] = {
@@ -82,3 +84,24 @@ def test_the_ensemble_takes_no_parameters(tiny_server: TandemServer) -> None:
     """An unknown key of the body must not be dropped silently."""
     answer = ask(tiny_server, "generate", {"text_input": "hello", "beams": 2}, model="ensemble")
     assert answer.error is not None and "beams" in answer.error
+
+
+def test_a_client_that_left_is_not_noticed_but_its_timeout_is_kept(
+    tiny_server: TandemServer,
+) -> None:
+    """Triton cancels no step of an ensemble that runs."""
+
+    def num_ended(outcome: str) -> float:
+        return metric(tiny_server, "tandem_requests_total", outcome=outcome)
+
+    num_before = {outcome: num_ended(outcome) for outcome in ("timeout", "cancelled")}
+    inputs = {"text_input": "hello", "max_tokens": 480, "ignore_eos": True, "stream": True}
+    message = infer_request("ensemble", tensors_of(inputs | {"timeout": 300_000}))
+    with grpc.insecure_channel(tiny_server.grpc_address) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        call = stub.ModelStreamInfer(iter([message]), timeout=60)
+        next(call)
+        call.cancel()
+    wait_until(lambda: num_ended("timeout") == num_before["timeout"] + 1)
+    assert num_ended("cancelled") == num_before["cancelled"]
+    wait_until(lambda: held_blocks(tiny_server) == 0, 1.5)
