@@ -499,18 +499,23 @@ inline void multiply_values(Scratch& scratch, float* sums, int64_t head_dim, int
     }
 }
 
+// Some rows (of query_len * group) of a sequence, for one or more KV heads.
 struct Unit {
-    int64_t sequence, kv_head, first_row, num_rows;  // of query_len * group rows
+    int64_t sequence, first_head, num_heads, first_row, num_rows;
+
+    int64_t tiles_per_head() const { return (num_rows + kTile - 1) / kTile; }
 };
 
 inline void attend_unit(bf16* out, const bf16* query, const Cache<bf16>& cache, const Step& step,
                         const Unit& unit, Scratch& scratch) {
     const int64_t dim = cache.head_dim, group = step.num_heads / cache.num_kv_heads;
-    const int64_t num_tiles = (unit.num_rows + kTile - 1) / kTile;
+    const int64_t num_tiles = unit.num_heads * unit.tiles_per_head();
     const int64_t* table = step.tables + step.table_starts[unit.sequence];
+    auto head_of = [&](int64_t tile) { return unit.first_head + tile / unit.tiles_per_head(); };
+    auto row_of = [&](int64_t tile, int64_t i) { return tile % unit.tiles_per_head() * kTile + i; };
     auto token_of = [&](int64_t row) { return (unit.first_row + row) / group; };
-    auto offset_of = [&](int64_t row) {  // of a row's head in its token
-        return (unit.kv_head * group + (unit.first_row + row) % group) * dim;
+    auto offset_of = [&](int64_t tile, int64_t row) {  // of a row's head in its token
+        return (head_of(tile) * group + (unit.first_row + row) % group) * dim;
     };
     auto packed_row = [&](int64_t row) {
         return step.query_starts[unit.sequence] + token_of(row);
@@ -520,9 +525,10 @@ inline void attend_unit(bf16* out, const bf16* query, const Cache<bf16>& cache, 
         alignas(64) int32_t positions[kTile];
         int64_t end = 0;
         for (int64_t i = 0; i < kTile; i++) {
-            const int64_t row = t * kTile + i;
+            const int64_t row = row_of(t, i);
             const bool is_row = row < unit.num_rows;
-            rows[i] = is_row ? query + packed_row(row) * step.query_stride + offset_of(row) : nullptr;
+            rows[i] = is_row ? query + packed_row(row) * step.query_stride + offset_of(t, row)
+                             : nullptr;
             positions[i] = is_row ? int32_t(step.position(unit.sequence, token_of(row)))
                                   : std::numeric_limits<int32_t>::max();
             if (is_row) end = std::max<int64_t>(end, positions[i] + 1);
@@ -548,14 +554,15 @@ inline void attend_unit(bf16* out, const bf16* query, const Cache<bf16>& cache, 
         const int64_t count = std::min(kChunk, end - start);
         const bool is_masked = start + count > first_position + 1 ||
                                step.first_key(last_position) > start;
-        transpose_values(scratch, cache, table, unit.kv_head, start, count, end);
         for (int64_t t = 0; t < num_tiles; t++) {
+            if (t % unit.tiles_per_head() == 0)
+                transpose_values(scratch, cache, table, head_of(t), start, count, end);
             Tile& tile = scratch.tiles[t];
             const int64_t seen = std::min(count, tile.end - start);
             if (seen <= 0) continue;
             float* sums = scratch.sums + t * dim * kTile;
             multiply_keys(scratch, scratch.queries + t * dim / 2 * kTile, cache, table,
-                          unit.kv_head, start, (seen + kTile - 1) / kTile * kTile);
+                          head_of(t), start, (seen + kTile - 1) / kTile * kTile);
             soften(scratch, tile, sums, dim, start, seen, is_masked, step.window, step.scaling);
             multiply_values(scratch, sums, dim, seen);
         }
@@ -568,9 +575,9 @@ inline void attend_unit(bf16* out, const bf16* query, const Cache<bf16>& cache, 
                 rows[i] = _mm512_castps_si512(_mm512_mul_ps(
                     _mm512_load_ps(scratch.sums + (t * dim + d + i) * kTile), inverse));
             transpose(rows);
-            for (int64_t i = 0; i < std::min(kTile, unit.num_rows - t * kTile); i++) {
-                const int64_t row = t * kTile + i;
-                bf16* to = out + packed_row(row) * step.num_heads * dim + offset_of(row) + d;
+            for (int64_t i = 0; i < std::min(kTile, unit.num_rows - row_of(t, 0)); i++) {
+                const int64_t row = row_of(t, i);
+                bf16* to = out + packed_row(row) * step.num_heads * dim + offset_of(t, row) + d;
                 _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
                                     std::bit_cast<__m256i>(_mm512_cvtneps_pbh(
                                         _mm512_castsi512_ps(rows[i]))));
@@ -579,14 +586,19 @@ inline void attend_unit(bf16* out, const bf16* query, const Cache<bf16>& cache, 
     }
 }
 
+// The heads of a few rows go together, because their keys lie side by side in the cache.
 inline void attention(bf16* out, const bf16* query, const Cache<bf16>& cache, const Step& step) {
-    const int64_t group = step.num_heads / cache.num_kv_heads;
+    const int64_t group = step.num_heads / cache.num_kv_heads, num_heads = cache.num_kv_heads;
     std::vector<Unit> units;
     for (int64_t s = 0; s < step.num_sequences; s++) {
         const int64_t rows = step.query_lens[s] * group;
+        const int64_t tiles = (rows + kTile - 1) / kTile;
+        const int64_t together =
+            step.num_sequences > 1 ? std::clamp<int64_t>(kUnitTiles / tiles, 1, num_heads) : 1;
         for (int64_t first = 0; first < rows; first += kUnitTiles * kTile)
-            for (int64_t head = 0; head < cache.num_kv_heads; head++)
-                units.push_back({s, head, first, std::min(kUnitTiles * kTile, rows - first)});
+            for (int64_t head = 0; head < num_heads; head += together)
+                units.push_back({s, head, std::min(together, num_heads - head), first,
+                                 std::min(kUnitTiles * kTile, rows - first)});
     }
 #pragma omp parallel if (units.size() > 1)
     {
