@@ -2,13 +2,13 @@
 
 Parameters of config.pbtxt hold what differs per role (limits, transport, device); the environment
 holds what differs per deployment: ``TANDEM_MODEL`` (directory), ``TANDEM_SECRET``,
-``TANDEM_RUNTIME_DIR``, ``TANDEM_LOG_LEVEL``, ``TANDEM_KV_HOST``. An unknown parameter or a bad
-value stops the start.
+``TANDEM_RUNTIME_DIR``, ``TANDEM_LOG_LEVEL``, and addresses: ``TANDEM_KV_HOST``,
+``TANDEM_STREAM_HOST``, ``TANDEM_PREFILL_URLS``, ``TANDEM_DECODE_URLS``. An unknown parameter or a
+bad value stops the start.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import secrets
 from collections.abc import Mapping
@@ -18,26 +18,41 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from tandem.addresses import ServerAddress, parse_ip_address, parse_servers
 from tandem.errors import ConfigError
 from tandem.types import Policy, Quantization, Role
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0, le=86_400)]  # seconds; excludes inf
+LOCALHOST = "127.0.0.1"
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
-    """What every process of one deployment shares; from the environment."""
+    """What every process of one server shares; from the environment. Without ``stream_host`` its
+    orchestrators hear only the engines of this host; without ``decode_servers`` they call only
+    its own pools.
+    """
 
     model: str
     runtime_dir: str
     secret: bytes
+    is_secret_shared: bool = False  # with other servers; else it is random, of this one only
     log_level: str = "INFO"
-    kv_host: str = "127.0.0.1"  # under which engines of other hosts reach those of this one
+    kv_host: str = LOCALHOST  # under which engines of other hosts reach those of this one
+    stream_host: str = ""  # under which they reach its orchestrators
+    prefill_servers: tuple[ServerAddress, ...] = ()
+    decode_servers: tuple[ServerAddress, ...] = ()
 
     def __repr__(self) -> str:
         return f"Deployment(model={self.model!r}, runtime_dir={self.runtime_dir!r})"
+
+    def worker_name(self, instance: str) -> str:
+        """Of a Triton instance, unique among all servers of the deployment."""
+        if self.kv_host == LOCALHOST:
+            return instance
+        return f"{instance}@{self.kv_host}:{Path(self.runtime_dir).name}"
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -146,23 +161,39 @@ def deployment_from_env(environ: Mapping[str, str] = os.environ) -> Deployment:
     if log_level not in LOG_LEVELS:
         raise ConfigError(f"TANDEM_LOG_LEVEL = {log_level!r}: one of {', '.join(LOG_LEVELS)}")
     secret = environ.get("TANDEM_SECRET", "")
-    return Deployment(
+    deployment = Deployment(
         model=str(Path(model).resolve()),
         runtime_dir=str(runtime_dir),
         secret=secret.encode() if secret else _shared_secret(runtime_dir / "secret"),
+        is_secret_shared=bool(secret),
         log_level=log_level,
-        kv_host=_ip_address("TANDEM_KV_HOST", environ.get("TANDEM_KV_HOST") or "127.0.0.1"),
+        kv_host=_address("TANDEM_KV_HOST", environ) or LOCALHOST,
+        stream_host=_address("TANDEM_STREAM_HOST", environ),
+        prefill_servers=_servers("TANDEM_PREFILL_URLS", environ),
+        decode_servers=_servers("TANDEM_DECODE_URLS", environ),
     )
+    _check_remote(deployment)
+    return deployment
 
 
-def _ip_address(name: str, value: str) -> str:
-    try:
-        address = ipaddress.ip_address(value)
-        if address.is_unspecified:
-            raise ValueError("it stands for every address")
-    except ValueError as error:
-        raise ConfigError(f"{name} = {value!r}: not the IP address of a host: {error}") from error
-    return str(address)
+def _address(name: str, environ: Mapping[str, str]) -> str:
+    value = environ.get(name, "")
+    return parse_ip_address(name, value) if value else ""
+
+
+def _servers(name: str, environ: Mapping[str, str]) -> tuple[ServerAddress, ...]:
+    return parse_servers(name, environ.get(name, ""))
+
+
+def _check_remote(deployment: Deployment) -> None:
+    if deployment.prefill_servers and not deployment.decode_servers:
+        raise ConfigError("TANDEM_PREFILL_URLS is set, TANDEM_DECODE_URLS is not")
+    if deployment.decode_servers and not deployment.stream_host:
+        raise ConfigError("TANDEM_DECODE_URLS is set: TANDEM_STREAM_HOST must be, too: the IP "
+                          "address under which those servers reach this one")  # fmt: skip
+    if deployment.stream_host and not deployment.is_secret_shared:
+        raise ConfigError("TANDEM_STREAM_HOST is set: TANDEM_SECRET must be, too, and be the same "
+                          "for all servers")  # fmt: skip
 
 
 def _shared_secret(path: Path) -> bytes:

@@ -11,6 +11,7 @@ from tandem.types import Policy
 from tandem_cli.errors import CliError
 from tandem_cli.overrides import parse_override
 from tandem_cli.repository import CPU_PROFILE, DEFAULT_REPOSITORY, RepositoryPlan
+from tandem_cli.roles import ServerRole
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -20,6 +21,7 @@ class ServerOptions:
     """Options of ``tandem serve``; its defaults are read from here."""
 
     model: str = "smollm2"
+    role: ServerRole = ServerRole.ALL
     profile: str = CPU_PROFILE
     host: str = "127.0.0.1"
     http_port: int = 8000
@@ -39,6 +41,7 @@ class ServerOptions:
 
     def plan(self) -> RepositoryPlan:
         return RepositoryPlan(
+            role=ServerRole(self.role),
             policy=Policy(self.policy),
             profile=self.profile,
             prefill_instances=self.prefill_instances,

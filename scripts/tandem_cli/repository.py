@@ -18,6 +18,7 @@ from tandem.types import Policy
 from tandem_cli.cores import core_parameters
 from tandem_cli.errors import CliError
 from tandem_cli.overrides import Override, check_parameters, overrides_of
+from tandem_cli.roles import ServerRole
 
 DEFAULT_REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
 CPU_PROFILE = "cpu"  # what config.pbtxt says; Triton's --model-config-name is not used for it
@@ -27,6 +28,7 @@ CPU_PROFILE = "cpu"  # what config.pbtxt says; Triton's --model-config-name is n
 class RepositoryPlan:
     """What one start changes. Counts of None keep what a hardware profile says."""
 
+    role: ServerRole = ServerRole.ALL
     policy: Policy = Policy.AUTO
     profile: str = CPU_PROFILE
     prefill_instances: int | None = None
@@ -35,7 +37,8 @@ class RepositoryPlan:
     num_cores: int = 1
 
     def __post_init__(self) -> None:
-        if self.prefill_instances == 0 and self.policy is not Policy.NEVER:
+        needs_prefill = self.role.has("prefill") and self.policy is not Policy.NEVER
+        if self.prefill_instances == 0 and needs_prefill:
             raise CliError(f"--policy {self.policy} needs a prefill instance; "
                            "--policy never does without")
 
@@ -44,14 +47,18 @@ class RepositoryPlan:
         default = 1 if self.profile == CPU_PROFILE else None
         prefill, decode = self.prefill_instances, self.decode_instances
         if prefill is None:
-            prefill = 0 if self.policy is Policy.NEVER else default
-        return {"prefill": prefill, "decode": default if decode is None else decode}
+            is_colocated = self.policy is Policy.NEVER and self.role is ServerRole.ALL
+            prefill = 0 if is_colocated else default
+        counts = {"prefill": prefill, "decode": default if decode is None else decode}
+        return {model: count if self.role.has(model) else 0 for model, count in counts.items()}
 
     def parameters(self, model: str) -> dict[str, str]:
         """The parameters of one model that differ from its file."""
         found = {"policy": str(self.policy)} if model == "llm" else {}
+        if self.role is not ServerRole.ALL and model in self.counts:
+            found["transport"] = "nixl"  # the other pool is on another host
         prefill, decode = self.counts["prefill"], self.counts["decode"]
-        if self.profile == CPU_PROFILE:
+        if self.profile == CPU_PROFILE and (prefill or decode):
             assert prefill is not None and decode is not None
             found |= core_parameters(self.num_cores, prefill, decode).get(model, {})
         return found | overrides_of(self.overrides, model)
@@ -75,8 +82,7 @@ def render(source: Path, target: Path, plan: RepositoryPlan) -> RenderedReposito
     if not models:
         raise CliError(f"{source}: no model repository (no */config.pbtxt in it)")
     _check_profile(source, plan.profile)
-    if plan.counts["prefill"] == 0 and "prefill" in models:
-        models.remove("prefill")
+    models = [m for m in models if plan.role.has(m) and plan.counts.get(m) != 0]
     instances = {}
     for model in models:
         shutil.copytree(

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from tandem.types import Policy
 from tandem_cli.options import ServerOptions
+from tandem_cli.roles import ServerRole
 from tandem_cli.server import TandemServer
 from tandem_cli.watchdog import ServerBroken, Watchdog
 
@@ -32,6 +33,9 @@ def serve(
     model: Annotated[
         str, typer.Option(help="Directory of a Hugging Face model, or smollm2.")
     ] = DEFAULTS.model,
+    role: Annotated[
+        ServerRole, typer.Option(help="What this server does; the others are on other hosts.")
+    ] = DEFAULTS.role,
     profile: Annotated[
         str, typer.Option(help="Hardware profile: configs/<profile>.pbtxt of the models.")
     ] = DEFAULTS.profile,
@@ -71,8 +75,8 @@ def serve(
     """
     console = Console(stderr=True, highlight=False)
     server = TandemServer(
-        log=log_printer(console), model=model, profile=profile, host=host, http_port=http_port,
-        grpc_port=grpc_port, metrics_port=metrics_port, policy=policy,
+        log=log_printer(console), model=model, role=role, profile=profile, host=host,
+        http_port=http_port, grpc_port=grpc_port, metrics_port=metrics_port, policy=policy,
         prefill_instances=prefill_instances, decode_instances=decode_instances,
         log_level=log_level, drain_timeout_s=drain_timeout, settings=settings or (),
         model_repository=model_repository,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import os
 import random
 import re
 import secrets
@@ -20,6 +21,7 @@ from tandem_cli.options import ServerOptions
 from tandem_cli.ports import Ports, choose_ports
 from tandem_cli.preflight import REGION_BYTES, check_model, check_shared_memory
 from tandem_cli.repository import CPU_PROFILE, RenderedRepository, render
+from tandem_cli.roles import check_environment
 from tandem_cli.runtime_dir import RuntimeDir, remove_stale
 from tandem_cli.server_process import ServerProcess
 from tandem_cli.triton import TritonInstallation, fetch_triton, triton_installation
@@ -86,6 +88,7 @@ class TandemServer:
     def start(self) -> None:
         """Checks everything, then starts the process; call ``stop`` whatever happens next."""
         plan = self.options.plan()
+        check_environment(plan.role, plan.policy, os.environ)
         self.model = _resolve_model(self.options.model)
         check_model(self.model)
         fetch_triton()

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from tandem_cli.errors import CliError
 from tandem_cli.health import probe, probed_paths
+from tandem_cli.roles import ServerRole
 from tandem_cli.server import TandemServer
 from tandem_cli.stubs import stubs_of
 
@@ -50,6 +51,8 @@ class Watchdog:
             self._revive(model)
         if self._num_failed >= MAX_FAILED_PROBES:
             raise ServerBroken(f"{self._num_failed} health probes have failed, one after the other")
+        if self._server.options.role != ServerRole.ALL:
+            return  # a request would tell of other servers, or would need one
         if self._probing is None or not self._probing.is_alive():
             if time.monotonic() >= self._next_probe_s:
                 self._probing = threading.Thread(target=self._probe, name="probe", daemon=True)

@@ -27,6 +27,7 @@ from tandem.metrics import Key, MetricsBuffer
 from tandem.orchestrator.orchestrator import Orchestrator
 from tandem.orchestrator.responder import Response, Usage
 from tandem.orchestrator.sampling_defaults import SamplingDefaults
+from tandem.orchestrator.stream_listener import IpcListener
 from tandem.orchestrator.stream_plane import StreamPlane
 from tandem.orchestrator.tokenizer import Tokenizer
 from tandem.triton_backend.engine_supervisor import EngineSupervisor
@@ -51,10 +52,12 @@ class DirectLink:
     def __init__(self, supervisor: EngineSupervisor) -> None:
         self._supervisor = supervisor
 
-    async def prefill(self, spec: wire.SequenceSpec) -> Any:
+    async def prefill(self, spec: wire.SequenceSpec, worker: str | None) -> Any:
         raise NotImplementedError
 
-    async def decode(self, spec: wire.SequenceSpec, handle: bytes) -> wire.Admitted:
+    async def decode(
+        self, spec: wire.SequenceSpec, handle: bytes, worker: str | None
+    ) -> wire.Admitted:
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[wire.Reply] = loop.create_future()
 
@@ -144,7 +147,8 @@ async def deployed(model: Path, runtime_dir: Path) -> AsyncIterator[Deployed]:
         clock=itertools.count(step=1000).__next__,  # each life is long: the next starts at once
     )
     await asyncio.to_thread(supervisor.start)
-    plane = StreamPlane(str(runtime_dir), "llm_0_0", worker_timeout_s=10)
+    listener = IpcListener(str(runtime_dir), "llm_0_0")
+    plane = StreamPlane("llm_0_0", listener, worker_timeout_s=10)
     plane.start()
     tokenizer = Tokenizer(str(model))
     orchestrator = Orchestrator(

@@ -16,7 +16,8 @@ from tandem_cli.server import TandemServer
 from tandem_cli.smollm2 import fetch_smollm2
 from tiny_tokenizers import write_byte_level, write_sentencepiece_style
 
-sys.path.append(str(Path(__file__).parents[1] / "engine"))  # for tiny_models
+for other in ("engine", "transport"):  # for tiny_models and two_hosts
+    sys.path.append(str(Path(__file__).parents[1] / other))
 
 TOKENIZERS = {"byte_level": write_byte_level, "sentencepiece": write_sentencepiece_style}
 

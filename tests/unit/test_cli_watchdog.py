@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 
 from tandem_cli import watchdog
 from tandem_cli.errors import CliError
+from tandem_cli.options import ServerOptions
+from tandem_cli.roles import ServerRole
 from tandem_cli.stubs import stubs_of
 from tandem_cli.watchdog import ServerBroken, Watchdog
 
@@ -24,6 +27,7 @@ class FakeServer:
 
     def __init__(self, directory: Path) -> None:
         self.pid = os.getpid()
+        self.options = ServerOptions()
         self.reloaded: list[str] = []
         self.cannot_load = False
         self.tokens = 0.0
@@ -122,3 +126,15 @@ def test_probes_that_fail_end_the_server_unless_others_are_served(
     with pytest.raises(ServerBroken, match="health probes have failed"):
         probes(9)
     assert all(line.startswith("health probe: http://127.0.0.1:9: ") for line in log)
+
+
+@pytest.mark.parametrize("role", [ServerRole.PREFILL, ServerRole.DECODE, ServerRole.ROUTER])
+def test_a_server_that_needs_others_is_not_probed(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, role: ServerRole
+) -> None:
+    monkeypatch.setattr(watchdog, "PROBE_EVERY_S", 0.0)
+    server.options = ServerOptions(role=role)
+    log: list[str] = []
+    dog = watching(server, log)
+    dog.check()
+    assert "probe" not in {thread.name for thread in threading.enumerate()} and log == []

@@ -143,10 +143,50 @@ def test_a_deployment_from_the_environment(environ: dict[str, str]) -> None:
         model=environ["TANDEM_MODEL"],
         runtime_dir=environ["TANDEM_RUNTIME_DIR"],
         secret=b"geheim",
+        is_secret_shared=True,
         log_level="DEBUG",
         kv_host="10.0.0.7",
     )
     assert not (Path(deployment.runtime_dir) / "secret").exists()
+
+
+ROUTER = {
+    "TANDEM_SECRET": "geheim",
+    "TANDEM_STREAM_HOST": "10.0.0.1",
+    "TANDEM_PREFILL_URLS": "10.0.0.2:8001, grpc://prefill.svc:8001",
+    "TANDEM_DECODE_URLS": "[fd00::3]:8001",
+}
+
+
+def test_a_router_knows_its_servers(environ: dict[str, str]) -> None:
+    deployment = deployment_from_env(environ | ROUTER)
+    assert deployment.stream_host == "10.0.0.1"
+    assert deployment.prefill_servers == (("10.0.0.2", 8001), ("prefill.svc", 8001))
+    assert [str(address) for address in deployment.decode_servers] == ["[fd00::3]:8001"]
+
+
+@pytest.mark.parametrize("missing", ["TANDEM_SECRET", "TANDEM_STREAM_HOST", "TANDEM_DECODE_URLS"])
+def test_a_router_needs_all_of_its_addresses(environ: dict[str, str], missing: str) -> None:
+    with pytest.raises(ConfigError, match=missing):
+        deployment_from_env(environ | ROUTER | {missing: ""})
+
+
+@pytest.mark.parametrize(
+    "value", ["10.0.0.2", "host:", ":8001", "host:0", "host:65536", "http://h:1", "u@h:1", "h:1/p"]
+)
+def test_a_server_is_a_host_and_a_port(environ: dict[str, str], value: str) -> None:
+    with pytest.raises(ConfigError, match="TANDEM_DECODE_URLS: "):
+        deployment_from_env(environ | ROUTER | {"TANDEM_DECODE_URLS": f"good:8001,{value}"})
+
+
+def test_workers_of_several_hosts_have_names_of_their_own(environ: dict[str, str]) -> None:
+    here, there = (
+        deployment_from_env(environ | {"TANDEM_KV_HOST": host})
+        for host in ("127.0.0.1", "10.0.0.7")
+    )
+    assert here.worker_name("decode_0_0") == "decode_0_0"
+    directory = Path(there.runtime_dir).name
+    assert there.worker_name("decode_0_0") == f"decode_0_0@10.0.0.7:{directory}"
 
 
 def test_a_relative_model_path_becomes_absolute(

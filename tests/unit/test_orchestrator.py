@@ -45,7 +45,7 @@ async def soon(awaitable: Awaitable[T]) -> T:
 class StubPlane:
     """The public interface of the stream plane, without sockets."""
 
-    name = "llm_0_0"
+    reply_to = "llm_0_0"
 
     def __init__(self) -> None:
         self.workers: list[WorkerLoad] = []
@@ -114,7 +114,7 @@ class FakeLink:
             raise step
         await asyncio.sleep(0)
 
-    async def prefill(self, spec: SequenceSpec) -> tuple[PrefillReply, bytes]:
+    async def prefill(self, spec: SequenceSpec, worker: str | None) -> tuple[PrefillReply, bytes]:
         self.prefills.append(spec)
         await self._pass(self.prefill_script.pop(0) if self.prefill_script else None)
         token = self.token(spec, len(spec.output_ids))
@@ -123,7 +123,9 @@ class FakeLink:
         )
         return reply, b"" if token.finish_reason else HANDLE
 
-    async def decode(self, spec: SequenceSpec, handle: bytes) -> Admitted:
+    async def decode(
+        self, spec: SequenceSpec, handle: bytes, worker: str | None
+    ) -> Admitted:
         self.decodes.append((spec, handle))
         step = self.decode_script.pop(0) if self.decode_script else Tokens()
         await self._pass(step)

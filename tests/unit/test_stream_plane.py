@@ -15,8 +15,9 @@ from tandem.config import Deployment, EngineConfig, EngineSettings
 from tandem.engine.engine_io import EngineIO
 from tandem.engine.events import Event, OrchestratorGone
 from tandem.errors import EngineDied, PullFailed, Unavailable
+from tandem.orchestrator.stream_listener import IpcListener
 from tandem.orchestrator.stream_plane import StreamPlane
-from tandem.triton_backend.engine_obituary import announce_end
+from tandem.triton_backend.engine_obituary import Mourners
 from tandem.types import FinishReason, Load, Role
 
 NAME = "llm_0_0"
@@ -81,9 +82,8 @@ class Planes:
     def __init__(self, directory: Path) -> None:
         self.clock = Clock()
         self.path = directory / f"stream-{NAME}"
-        self.plane = StreamPlane(
-            str(directory), NAME, WORKER_TIMEOUT_S, ping_s=0.01, clock=self.clock
-        )
+        listener = IpcListener(str(directory), NAME)
+        self.plane = StreamPlane(NAME, listener, WORKER_TIMEOUT_S, ping_s=0.01, clock=self.clock)
         self.context = zmq.asyncio.Context()
         self.engines: list[FakeEngine] = []
 
@@ -328,7 +328,8 @@ async def test_the_end_of_an_engine_is_told_to_its_streams(planes: Planes) -> No
     planes.plane.admitted(lost, dead.worker, dead.incarnation)
     planes.plane.admitted(kept, other.worker, other.incarnation)
     ended = wire.EngineEnded(worker="decode_0_0", incarnation="aa", reason="exited with -9")
-    await announce_end(planes.context, str(planes.path.parent), ended)
+    deployment = Deployment(model="m", runtime_dir=str(planes.path.parent), secret=b"s")
+    await Mourners(deployment).tell(planes.context, ended)
     with pytest.raises(EngineDied, match="engine decode_0_0 exited with -9"):
         await soon(lost.get())
     planes.plane.admitted(late, dead.worker, dead.incarnation)

@@ -16,6 +16,7 @@ from tandem.metrics import MetricsBuffer
 from tandem.orchestrator.generate_request import GenerateRequest
 from tandem.orchestrator.generation import Generation
 from tandem.orchestrator.responder import Response, Usage
+from tandem.orchestrator.stream_listener import IpcListener
 from tandem.orchestrator.stream_plane import StreamPlane, TokenStream
 from tandem.orchestrator.text_assembler import TextAssembler
 from tandem.orchestrator.tokenizer import Tokenizer
@@ -95,7 +96,8 @@ def _streams(
 async def _one_run(
     tokenizer: Tokenizer, sizes: OrchestratorSizes, folder: str, start_engine: Connection
 ) -> float:
-    plane = StreamPlane(folder, _NAME, worker_timeout_s=_TIMEOUT_S)
+    listener = IpcListener(folder, _NAME)
+    plane = StreamPlane(_NAME, listener, worker_timeout_s=_TIMEOUT_S)
     plane.start()
     try:
         streams = [plane.open(f"s{i}") for i in range(sizes.streams)]

@@ -12,6 +12,7 @@ from tandem import wire
 from tandem.engine.imports import Imports
 from tandem.errors import InvalidRequest, RequestCancelled
 from tandem.kv.handle import KVHandle
+from tandem.stream_address import parse_tcp_name
 from tandem.types import Role
 
 _MAX_TOMBSTONES = 4096
@@ -24,6 +25,7 @@ class EngineLimits:
     block_size: int
     vocab_size: int
     max_model_len: int
+    may_reply_over_tcp: bool = False
 
 
 class Admission:
@@ -52,6 +54,7 @@ class Admission:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InvalidRequest("request", f"not a sequence of this version: {error}") from error
         self._check_tokens(spec)
+        self._check_reply_to(spec.reply_to)
         if spec.sequence_id in running:
             raise InvalidRequest("sequence_id", f"{spec.sequence_id} is running here already")
         if spec.sequence_id in self._tombstones:
@@ -61,6 +64,14 @@ class Admission:
         if handle is not None and self._limits.role is Role.PREFILL:
             raise InvalidRequest("handle", "a prefill worker takes no handle")
         return spec, handle
+
+    def _check_reply_to(self, name: str) -> None:
+        try:
+            address = parse_tcp_name(name)
+        except ValueError as error:
+            raise InvalidRequest("reply_to", f"{name}: {error}") from error
+        if address is not None and not self._limits.may_reply_over_tcp:
+            raise InvalidRequest("reply_to", "orchestrators of other hosts need a TANDEM_SECRET")
 
     def _check_tokens(self, spec: wire.SequenceSpec) -> None:
         vocab_size, max_model_len = self._limits.vocab_size, self._limits.max_model_len

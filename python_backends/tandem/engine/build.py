@@ -70,6 +70,7 @@ def build_engine(
     spawn: Callable[[Callable[[], None]], object],
     done: Callable[[PullDone | PullSettled], None],
     clock: Callable[[], float] = time.monotonic,
+    may_reply_over_tcp: bool = False,
 ) -> Engine:
     num_scratch = _num_scratch_blocks(settings, model)
     blocks = BlockManager(len(memory.region.slab) - num_scratch)
@@ -80,7 +81,11 @@ def build_engine(
         worker=worker,
         incarnation=memory.incarnation,
         limits=EngineLimits(
-            settings.role, settings.block_size, model.limits.vocab_size, settings.max_model_len
+            settings.role,
+            settings.block_size,
+            model.limits.vocab_size,
+            settings.max_model_len,
+            may_reply_over_tcp,
         ),
         runner=ModelRunner(
             model,

@@ -22,15 +22,12 @@ from tandem import wire
 from tandem.config import EngineConfig, EngineSettings
 from tandem.engine.events import Event, OrchestratorGone
 from tandem.engine.vital_thread import VitalThread
+from tandem.stream_address import connect
 from tandem.types import Load
 
 HEARTBEAT_S = 0.5
 _log = logging.getLogger(__name__)
 _decode_submit = wire.decoder(wire.Submit).decode
-
-
-def stream_address(runtime_dir: str, orchestrator: str) -> str:
-    return f"ipc://{runtime_dir}/stream-{orchestrator}"
 
 
 def alive_every_s(settings: EngineSettings) -> float:
@@ -125,7 +122,7 @@ class EngineIO:
             socket = self._context.socket(zmq.DEALER)
             socket.identity = f"{self._config.worker}:{self._incarnation}".encode()
             socket.sndhwm = 0  # never blocks; a silent orchestrator is dropped with its queue
-            socket.connect(stream_address(self._config.deployment.runtime_dir, name))
+            connect(socket, self._config.deployment, name)
             self._poller.register(socket, zmq.POLLIN)
             self._orchestrators[name] = _Orchestrator(socket, last_heard_s=time.monotonic())
         return self._orchestrators[name]

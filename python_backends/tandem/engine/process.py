@@ -82,6 +82,7 @@ def _serve(config: EngineConfig, started_s: float) -> None:
         outbox=io,
         spawn=pull_threads.submit,
         done=loop.inbox.put,
+        may_reply_over_tcp=deployment.is_secret_shared,
     )
     timer = LeaseTimer(memory.board, loop.inbox.put)
     io.start()

@@ -215,7 +215,9 @@ class Orchestrator:
         """
         handle = b""
         if placement.path is Path.REMOTE:
-            reply, handle = await self._link.prefill(self._spec(generation, stream))
+            reply, handle = await self._link.prefill(
+                self._spec(generation, stream), placement.prefill
+            )
             self._router.prefilled(placement, reply.worker, self._clock())
             self._plane.keep_lease(stream)
             generation.prefilled_remotely(reply)
@@ -223,7 +225,9 @@ class Orchestrator:
             attempts.progressed()
             if generation.finish_reason is not None:
                 return not handle
-        admitted = await self._link.decode(self._spec(generation, stream), handle)
+        admitted = await self._link.decode(
+            self._spec(generation, stream), handle, placement.decode
+        )
         self._plane.admitted(stream, admitted.worker, admitted.incarnation)
         generation.admitted(admitted)
         if placement.path is Path.REMOTE:
@@ -259,7 +263,7 @@ class Orchestrator:
     def _spec(self, generation: Generation, stream: TokenStream) -> SequenceSpec:
         return SequenceSpec(
             sequence_id=stream.sequence_id,
-            reply_to=self._plane.name,
+            reply_to=self._plane.reply_to,
             prompt_ids=generation.prompt_ids,
             output_ids=tuple(generation.output_ids),
             sampling=generation.sampling,

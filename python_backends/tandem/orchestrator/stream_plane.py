@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 import zmq
@@ -21,6 +20,7 @@ import zmq.asyncio
 
 from tandem import wire
 from tandem.errors import EngineDied, TandemError, Unavailable, from_wire
+from tandem.orchestrator.stream_listener import Listener
 from tandem.types import Load, WorkerLoad
 
 PING_S = 1.0
@@ -66,14 +66,15 @@ class StreamPlane:
 
     def __init__(
         self,
-        runtime_dir: str,
         name: str,
+        listener: Listener,
         worker_timeout_s: float,
         ping_s: float = PING_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
-        self._path = Path(runtime_dir) / f"stream-{name}"
+        self.reply_to = name  # what engines reach it by; changed by ``start``
+        self._listener = listener
         self._worker_timeout_s = worker_timeout_s
         self._ping_s = ping_s
         self._clock = clock
@@ -89,7 +90,7 @@ class StreamPlane:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.sndhwm = 0
         self._socket.router_handover = True  # an engine that reconnects keeps its identity
-        self._socket.bind(f"ipc://{self._path}")
+        self.reply_to = self._listener.bind(self._context, self._socket)
         self._tasks = [
             asyncio.create_task(self._receive()),
             asyncio.create_task(self._keep_alive()),
@@ -100,8 +101,8 @@ class StreamPlane:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._socket.close(linger=200)
+        self._listener.close()
         self._context.term()
-        self._path.unlink(missing_ok=True)
 
     @property
     def loads(self) -> list[Load]:

@@ -7,58 +7,51 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from tandem import wire
-from tandem.errors import InvalidRequest, ShuttingDown, Unavailable
+from tandem.error_text import error_from_text
+from tandem.errors import ShuttingDown, Unavailable
 from tandem.orchestrator.call_places import CallPlaces
-from tandem.triton_backend.responses import error_from_response
+from tandem.orchestrator.link import TritonLink
 from tandem.types import Role
-from tandem.wire import Admitted, PrefillReply, SequenceSpec
 
 _STOPPING = "Server not ready"  # Triton's own words, once it has unloaded the pools
-_decode_prefill = wire.decoder(PrefillReply).decode
-_decode_admitted = wire.decoder(Admitted).decode
 
 
-class BLSLink:
-    """Calls wait in a thread of the running loop's default executor, one each."""
+class BLSLink(TritonLink):
+    """Calls wait in a thread of the running loop's default executor, one each. Which worker takes
+    one is Triton's choice.
+    """
 
     def __init__(self, places: CallPlaces) -> None:
         self._places = places
 
-    async def prefill(self, spec: SequenceSpec) -> tuple[PrefillReply, bytes]:
-        result, handle = await self._call(Role.PREFILL, spec, b"")
-        return _decode_prefill(result), handle
+    async def call(
+        self, role: Role, request: bytes, handle: bytes, worker: str | None
+    ) -> tuple[bytes, bytes]:
+        return await self._places.run(role, lambda: _execute(role, request, handle))
 
-    async def decode(self, spec: SequenceSpec, handle: bytes) -> Admitted:
-        try:
-            result, _ = await self._call(Role.DECODE, spec, handle)
-        except InvalidRequest as error:
-            if error.field != "handle":
-                raise
-            # Ours, so it was good once: the prefill is repeated, the user has done nothing wrong.
-            raise Unavailable(f"the KV handle was refused: {error}") from error
-        return _decode_admitted(result)
+    async def start(self) -> None:
+        """Triton is there."""
 
-    async def _call(self, role: Role, spec: SequenceSpec, handle: bytes) -> tuple[bytes, bytes]:
-        return await self._places.run(role, lambda: _execute(role, spec, handle))
+    async def stop(self) -> None:
+        """It ends by itself what is under way."""
 
 
-async def _execute(role: Role, spec: SequenceSpec, handle: bytes) -> tuple[bytes, bytes]:
-    model = role.value  # the models are named after their roles
-    request = pb_utils.InferenceRequest(
+async def _execute(role: Role, request: bytes, handle: bytes) -> tuple[bytes, bytes]:
+    model = role.value
+    call = pb_utils.InferenceRequest(
         model_name=model,
         requested_output_names=["result", "handle"],
-        inputs=[_tensor("request", wire.encode(spec)), _tensor("handle", handle)],
+        inputs=[_tensor("request", request), _tensor("handle", handle)],
     )
     try:
-        response = await request.async_exec()
+        response = await call.async_exec()
     except pb_utils.TritonModelException as error:  # e.g. the model is not loaded
         raise Unavailable(f"model {model}: {error}") from error
     if response.has_error():
         message = response.error().message()
         if _STOPPING in message:
             raise ShuttingDown("the server is stopping")
-        raise error_from_response(message)
+        raise error_from_text(message) or Unavailable(message)
     return _bytes(response, "result"), _bytes(response, "handle")
 
 

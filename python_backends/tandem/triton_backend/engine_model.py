@@ -30,8 +30,9 @@ class TritonPythonModel:
     """One instance, one engine. Answers come from the supervisor's thread, in any order."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        worker = args["model_instance_name"]
+        instance = args["model_instance_name"]
         deployment = deployment_from_env()
+        worker = deployment.worker_name(instance)
         set_up_logging(deployment.log_level, worker)
         model_config = json.loads(args["model_config"])
         settings = parse_parameters(EngineSettings, model_config["parameters"])
@@ -44,8 +45,8 @@ class TritonPythonModel:
             settings=settings,
             worker=worker,
             device=_device(settings, args),
-            cores=_cores(settings, worker),
-            channel=f"ipc://{deployment.runtime_dir}/engine-{worker}",
+            cores=_cores(settings, instance),
+            channel=f"ipc://{deployment.runtime_dir}/engine-{instance}",
         )
         self._supervisor = EngineSupervisor(
             config, metrics, has_siblings=_num_instances(model_config) > 1
@@ -110,12 +111,12 @@ def _num_instances(model_config: dict[str, Any]) -> int:
     return sum(group["count"] * max(1, len(group.get("gpus", []))) for group in groups)
 
 
-def _cores(settings: EngineSettings, worker: str) -> tuple[int, ...]:
+def _cores(settings: EngineSettings, instance: str) -> tuple[int, ...]:
     """The cores of instance i of the model: disjoint as long as the machine has enough."""
     if settings.first_core < 0:
         return ()
     available = sorted(os.sched_getaffinity(0))
-    match = re.search(r"_(\d+)$", worker)
+    match = re.search(r"_(\d+)$", instance)
     index = int(match.group(1)) if match else 0
     first = settings.first_core + index * settings.cores_per_instance
     wanted = range(first, first + settings.cores_per_instance)

@@ -23,7 +23,7 @@ from tandem import wire
 from tandem.config import EngineConfig
 from tandem.errors import ConfigError, EngineDied, TandemError, Unavailable, to_wire
 from tandem.metrics import MetricsBuffer
-from tandem.triton_backend.engine_obituary import announce_end
+from tandem.triton_backend.engine_obituary import Mourners
 from tandem.triton_backend.engine_watch import EngineWatch
 from tandem.triton_backend.stats_publisher import StatsPublisher
 
@@ -64,6 +64,7 @@ class EngineSupervisor:
         self._waiting: list[tuple[bytes, bytes, Answer]] = []  # for the engine to be up
         self._next_call_id = 0
         self._stats = StatsPublisher(metrics)
+        self._mourners = Mourners(config.deployment)
         self._num_starts = 0
         self._failed_starts = 0  # in a row
         self._ready_s = 0.0
@@ -142,7 +143,7 @@ class EngineSupervisor:
                 ended = wire.EngineEnded(
                     worker=self._config.worker, incarnation=self._incarnation, reason=end
                 )
-                await announce_end(self._context, self._config.deployment.runtime_dir, ended)
+                await self._mourners.tell(self._context, ended)
             self._fail_calls(EngineDied(f"engine {self._config.worker} {end}"))
             if not self._settled.is_set():
                 self._start_error = f"{end} while starting; see its log above"
@@ -251,6 +252,7 @@ class EngineSupervisor:
             self._calls[self._next_call_id] = _Call(answer)
             submit = wire.Submit(call_id=self._next_call_id, spec=spec, handle=handle)
             self._socket.send(wire.encode(submit))
+            self._mourners.note(spec)
         elif self._has_siblings:
             self._refuse(answer, f"engine {self._config.worker} is being restarted")
         else:

@@ -16,6 +16,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from tandem.config import (
+    Deployment,
     OrchestratorSettings,
     deployment_from_env,
     parse_parameters,
@@ -26,15 +27,18 @@ from tandem.engine.model_config import model_limits
 from tandem.errors import InvalidRequest, TandemError
 from tandem.metrics import ORCHESTRATOR_FAMILIES, MetricsBuffer
 from tandem.orchestrator.call_places import CallPlaces
+from tandem.orchestrator.link import TritonLink
 from tandem.orchestrator.orchestrator import Orchestrator
 from tandem.orchestrator.responder import Response, Usage
 from tandem.orchestrator.sampling_defaults import load_sampling_defaults
+from tandem.orchestrator.stream_listener import listener_for
 from tandem.orchestrator.stream_plane import StreamPlane
 from tandem.orchestrator.tokenizer import Tokenizer
 from tandem.triton_backend.bls_link import BLSLink
 from tandem.triton_backend.logging_setup import set_up_logging
 from tandem.triton_backend.responses import error_response, send_final
 from tandem.triton_backend.triton_metrics import TritonMetrics
+from tandem.types import Role
 
 _POLL_S = 0.1
 _MAX_CHECKS_PER_POLL = 40  # a check costs 250 µs of the event loop
@@ -54,13 +58,16 @@ class TritonPythonModel:
         self._input_names = [tensor["name"] for tensor in model_config["input"]]
         metrics = MetricsBuffer()
         self._metrics = TritonMetrics(metrics, ORCHESTRATOR_FAMILIES, {"orchestrator": name})
-        self._plane = StreamPlane(self._deployment.runtime_dir, name, settings.worker_timeout_s)
+        self._plane = StreamPlane(
+            name, listener_for(self._deployment, name), settings.worker_timeout_s
+        )
+        self._link = _link_for(self._deployment, settings)
         self._orchestrator = Orchestrator(
             settings=settings,
             vocab_size=model_limits(self._deployment.model).vocab_size,
             tokenizer=Tokenizer(self._deployment.model),
             defaults=load_sampling_defaults(self._deployment.model),
-            link=BLSLink(CallPlaces(settings.max_calls_in_flight)),
+            link=self._link,
             plane=self._plane,
             metrics=metrics,
         )
@@ -115,6 +122,7 @@ class TritonPythonModel:
         self._plane.start()
         polling = asyncio.create_task(self._poll_cancellations())
         self._started.set()
+        await self._link.start()
         draining = asyncio.create_task(self._watch_for_drain())
         await self._stopping.wait()
         self._orchestrator.drain()
@@ -123,6 +131,7 @@ class TritonPythonModel:
         await self._end_all()
         await asyncio.gather(polling, draining, return_exceptions=True)
         self._orchestrator.close()
+        await self._link.stop()
         await self._plane.stop()
         forget_drain(self._runtime_dir, self._plane.name)
 
@@ -165,6 +174,16 @@ class TritonPythonModel:
             for task, responder in oldest_first[:_MAX_CHECKS_PER_POLL]:
                 if responder.is_cancelled():
                     task.cancel()
+
+
+def _link_for(deployment: Deployment, settings: OrchestratorSettings) -> TritonLink:
+    servers = {Role.PREFILL: deployment.prefill_servers, Role.DECODE: deployment.decode_servers}
+    if not deployment.decode_servers:
+        return BLSLink(CallPlaces(settings.max_calls_in_flight))
+    from tandem.orchestrator.grpc_link import GRPCLink  # slow to import
+    from tandem.orchestrator.remote_pool import RemotePool
+
+    return GRPCLink({role: RemotePool(role, found) for role, found in servers.items() if found})
 
 
 class _TritonResponder:
