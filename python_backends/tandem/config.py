@@ -107,7 +107,7 @@ class OrchestratorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     worker_timeout_s: PositiveFloat = 3.0  # silence after which a worker counts as dead
     max_prompt_bytes: PositiveInt = 1_000_000
     max_stop_strings: PositiveInt = 16
-    max_stop_token_ids: PositiveInt = 256
+    max_stop_token_ids: PositiveInt = 1024
 
 
 class PreprocessSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

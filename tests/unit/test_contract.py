@@ -343,10 +343,10 @@ def test_the_number_of_stop_strings_is_limited() -> None:
 
 
 def test_stop_token_ids_are_limited() -> None:
-    ids = np.arange(256, dtype=np.int32)
-    assert len(parse(stop_token_ids=ids).stop_token_ids) == 256
-    with refused("stop_token_ids", "at most 256 ids", "257"):
-        parse(stop_token_ids=np.arange(257, dtype=np.int32))
+    ids = np.arange(1024, dtype=np.int32)
+    assert len(parse(stop_token_ids=ids).stop_token_ids) == 1024
+    with refused("stop_token_ids", "at most 1024 ids", "1025"):
+        parse(stop_token_ids=np.arange(1025, dtype=np.int32))
 
 
 def test_what_the_queue_goes_by() -> None:
