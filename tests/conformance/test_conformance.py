@@ -164,19 +164,24 @@ def test_requests_of_one_grpc_stream_keep_their_ids_and_end_once(
 
 
 def test_a_short_request_need_not_wait_for_a_long_one(endpoint: Endpoint) -> None:
-    has_begun, has_ended = threading.Event(), threading.Event()
+    """Some try in five: the long one of a fast model may just end on a busy machine."""
+    for _ in range(5):
+        has_begun, has_ended = threading.Event(), threading.Event()
 
-    def read() -> None:
-        for _ in endpoint.pieces(("long", endpoint.inputs(SHORT, True, ENDLESS))):
-            has_begun.set()
-        has_ended.set()
+        def read(has_begun: threading.Event = has_begun) -> None:
+            for _ in endpoint.pieces(("long", endpoint.inputs(SHORT, True, ENDLESS))):
+                has_begun.set()
 
-    with endpoint.stub(), ThreadPoolExecutor(1) as thread:
-        running = thread.submit(read)
-        assert has_begun.wait(TIMEOUT_S)
-        endpoint.good("generate", LONG, max_tokens=1)
-        assert not has_ended.is_set()
-        running.result()
+        with endpoint.stub(), ThreadPoolExecutor(1) as thread:
+            running = thread.submit(read)
+            running.add_done_callback(lambda _, has_ended=has_ended: has_ended.set())
+            assert has_begun.wait(TIMEOUT_S)
+            endpoint.good("generate", SHORT, max_tokens=1)
+            was_running = not has_ended.is_set()
+            running.result()
+        if was_running:
+            return
+    raise AssertionError("short requests wait for long ones")
 
 
 # ---- clients that leave ----------------------------------------------------------------------
