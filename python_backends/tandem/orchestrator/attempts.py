@@ -46,7 +46,9 @@ class Attempts:
             self._end_probation()
 
     def progressed(self) -> None:
-        """There is a new token: all that was before is forgiven."""
+        """It decodes: all that was before is forgiven. The token of a prefill does not count, or a
+        request would go round between a pool that works and one that does not.
+        """
         self._num_failures = self._num_deaths = 0
         self._end_probation()
 

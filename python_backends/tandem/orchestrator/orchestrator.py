@@ -222,7 +222,6 @@ class Orchestrator:
             self._plane.keep_lease(stream)
             generation.prefilled_remotely(reply)
             generation.take(reply.token)
-            attempts.progressed()
             if generation.finish_reason is not None:
                 return not handle
         admitted = await self._link.decode(
