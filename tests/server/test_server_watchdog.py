@@ -5,6 +5,7 @@ So does ``tandem drain``, in good order.
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -52,11 +53,14 @@ def test_stubs_die_one_after_the_other(tiny_model_dir: Callable[..., Path]) -> N
         streams = Streams(serving.urls, max_tokens=400)
         serving.meet()
         stub(serving, "llm_0_0").kill()
-        assert serving.process.wait(20) == 1
+        code = serving.process.wait(20)
+        # Triton itself may abort: the stub can die with a lock of its shared memory.
+        assert code in (1, 128 + signal.SIGABRT)
         streams.join()
         for end in streams.ends:  # nobody waits for ever
             assert isinstance(end, TandemClientError) or end.text == whole.text
-        assert any("the process of the model llm has died" in line for line in serving.log)
+        if code == 1:
+            assert any("the process of the model llm has died" in line for line in serving.log)
         serving.assert_nothing_is_left(runtime_dir)
 
 
