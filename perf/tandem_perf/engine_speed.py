@@ -63,10 +63,7 @@ def main(
 
 def _run(command: list[str], arguments: str) -> dict[str, float]:
     """The last line of the output: every figure by name."""
-    packages = os.pathsep.join(sys.path)
     environment = os.environ | {"TANDEM_PERF_PATH": str(Path(__file__).parent.parent)}
-    if command[0] == sys.executable:
-        environment["PYTHONPATH"] = packages
     done = subprocess.run(
         [*command, arguments], env=environment, stdout=subprocess.PIPE, text=True, check=False
     )

@@ -11,7 +11,7 @@ from torch import nn
 from tandem.engine.kernels.native import NativeOperations
 from tandem.types import Quantization
 
-_MANY_ROWS = 200  # from here on oneDNN is faster than a stream of tiles
+MANY_ROWS = 200  # from here on oneDNN is faster than a stream of tiles
 _ROWS_HINT = 8  # the layout chosen for a small decode batch serves all sizes well
 
 
@@ -20,7 +20,7 @@ class LinearPlan:
     """How the weights of one engine are kept. ``max_rows``: of the largest step it will run."""
 
     quantization: Quantization = Quantization.NONE
-    max_rows: int = _MANY_ROWS
+    max_rows: int = MANY_ROWS
     native: NativeOperations | None = None
 
     def fuse(self, *linears: nn.Linear) -> nn.Module:
@@ -37,7 +37,7 @@ class LinearPlan:
             if native is not None:
                 return TileLinear(quantized, scales, bias, native)
             weight = (quantized * scales[:, None]).to(weight.dtype)
-        elif native is not None and self.max_rows < _MANY_ROWS:
+        elif native is not None and self.max_rows < MANY_ROWS:
             return TileLinear(weight, None, bias, native)
         if _is_packable(weight):
             return PackedLinear(weight, bias)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from tandem.engine.decoder import Decoder, has_lean_decoder
 from tandem.engine.forward_pass import Forward
 from tandem.engine.kernels.native import NativeOperations, native_operations
 from tandem.engine.layer_probe import LayerProbe, layer_types, probe_layers
-from tandem.engine.linear import LinearPlan
+from tandem.engine.linear import MANY_ROWS, LinearPlan
 from tandem.engine.model_config import ModelLimits, model_limits, weight_files
 from tandem.engine.sequence_attention import SequenceAttention
 from tandem.engine.slab import TORCH_DTYPES, empty_slab
@@ -58,12 +58,12 @@ def load_model(
     dtype_name: str,
     device: str,
     quantization: Quantization = Quantization.NONE,
-    max_rows: int | None = None,
+    max_rows: int = MANY_ROWS,
 ) -> LoadedModel:
     """Weights from the safetensors of ``model_dir``, for inference only; never downloads.
 
     ``dtype_name`` "auto": on a GPU the checkpoint's, on CPU bfloat16 if it has the instructions,
-    else float32. ``max_rows``: tokens of the largest step, None if not known; it decides how
+    else float32. ``max_rows``: tokens of the largest step; it decides how
     weights are laid out. Raises ConfigError if the model cannot run on paged attention.
     """
     limits = model_limits(model_dir)
@@ -77,9 +77,7 @@ def load_model(
     causal_lm = _load_weights(model_dir, config, dtype_name, device)
     layers = probe_layers(causal_lm, config, device)
     native = native_operations(causal_lm.device, TORCH_DTYPES[dtype_name])
-    plan = LinearPlan(quantization, native=native)
-    if max_rows is not None:
-        plan = replace(plan, max_rows=max_rows)
+    plan = LinearPlan(quantization, max_rows, native)
     forward = None
     if has_lean_decoder(config):
         forward = _lean_forward(causal_lm, layers, plan)

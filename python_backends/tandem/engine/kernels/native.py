@@ -185,13 +185,12 @@ class NativeAttention:
     def __init__(self, operations: NativeOperations, slab: torch.Tensor) -> None:
         _, num_layers, _, block_size, num_kv_heads, head_dim = slab.shape
         self._operations = operations
-        self._slab = slab
-        self._block_stride = slab.stride(0)
+        self._slab = slab  # kept alive: the kernels have its addresses
         self._caches = [
             _Cache(
                 slab[0, layer, 0].data_ptr(),
                 slab[0, layer, 1].data_ptr(),
-                self._block_stride,
+                slab.stride(0),
                 block_size,
                 num_kv_heads,
                 head_dim,
